@@ -1,0 +1,396 @@
+"""Generating: choose the next token, keep the cache, stop in time; and the terminal command.
+
+python -m helpers.generate "What do llamas eat?"
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+
+import torch
+
+from helpers.kv_cache import KVCache
+from helpers.tokenizers import StreamDecoder
+
+STOP_TEST_EVERY = (
+    8  # tokens between two looks at a GPU's results: each look waits for all work in flight
+)
+
+
+def next_token(logits, temperature=0.0, top_k=None, top_p=None, generator=None):
+    """Choose one token for every row: the likeliest at temperature 0, else a draw.
+
+    The draw is from softmax(logits / temperature), cut first to the `top_k` likeliest tokens, then to the
+    fewest whose probabilities add up to `top_p`. A top_k above the vocabulary keeps every token.
+
+    Shapes   logits (B, V) -> (B,)
+    Errors   ValueError: temperature below 0, top_k below 1, top_p outside (0, 1]
+    Source   top-k: Fan et al. 2018, arXiv:1805.04833; top-p: Holtzman et al. 2019, arXiv:1904.09751
+    """
+    check_sampling(temperature, top_k, top_p)
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    if top_k is not None:
+        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if top_p is not None:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        likelier = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(
+            dim=-1
+        )  # the sum of those before it
+        ordered = ordered.masked_fill(likelier >= top_p, -torch.inf)
+        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+def check_sampling(temperature, top_k, top_p):
+    if not temperature >= 0 or temperature == float("inf"):
+        raise ValueError(
+            f"temperature={temperature} must be at least 0 and finite; 0 takes the likeliest token"
+        )
+    if top_k is not None and (top_k < 1 or top_k != int(top_k)):
+        raise ValueError(
+            f"top_k={top_k} must be a whole number of at least 1; None switches it off"
+        )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1; None switches it off")
+
+
+def generate_batch(
+    model,
+    prompts,
+    max_new_tokens,
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    eos_id=None,
+    seed=None,
+    use_cache=True,
+):
+    """Continue prompts of different lengths together; each row ends on its own.
+
+    Shorter prompts are padded at the left, which the model hides, so that every row gets the same logits as
+    alone. Draws of several rows come from one generator: a row's sample depends on its neighbours, its
+    greedy tokens do not.
+
+    prompts  lists of ids, one per row
+    eos_id   one stop token or a collection of them
+    Returns  a list of new ids per row, without the prompt and without the stop token
+    Errors   ValueError before the first token: an empty prompt or batch, ids outside the vocabulary,
+             max_new_tokens below 0 (0 gives empty lists), more tokens than the context, sampling out of range
+    """
+    prompts = [list(map(int, prompt)) for prompt in prompts]
+    check_prompts(model, prompts, max_new_tokens)
+    longest = max(map(len, prompts))
+    device = model.tok_emb.weight.device
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    idx = torch.tensor(
+        [[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device
+    )
+    steps = _steps(
+        model,
+        idx,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        use_cache,
+        padding if len(set(map(len, prompts))) > 1 else None,
+    )
+    tokens, lengths = _collect(steps, len(prompts), eos_id, device)
+    return [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+
+
+def generate(
+    model,
+    idx,
+    max_new_tokens,
+    context_size=None,
+    temperature=0.0,
+    top_k=None,
+    eos_id=None,
+    *,
+    top_p=None,
+    seed=None,
+    use_cache=True,
+):
+    """Continue (B, T) ids, as in the book; returns (B, T + new) ids.
+
+    With `context_size` the prompt is cropped to its last tokens and nothing is cached, as the book does it;
+    without, everything must fit into the model's context. A stop token is not part of the result; in a batch
+    a row that ends early is filled up with the stop token that ended it.
+
+    Errors   as generate_batch
+    """
+    check_prompts(model, idx.tolist(), max_new_tokens, context_size)
+    idx = idx.to(model.tok_emb.weight.device)
+    steps = _steps(
+        model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache, None, context_size
+    )
+    tokens, lengths = _collect(steps, len(idx), eos_id, idx.device)
+    for row, length in zip(tokens, lengths, strict=True):
+        row[length:] = row[length : length + 1]  # nothing to fill where the row goes to the end
+    return torch.cat([idx, tokens[:, : max(lengths)]], dim=1)
+
+
+def generate_text_simple(model, idx, max_new_tokens, context_size=None):
+    """Append the likeliest token max_new_tokens times to (B, T) ids; see `generate`."""
+    return generate(model, idx, max_new_tokens, context_size)
+
+
+def generate_text_simple_stream(
+    model, token_ids, max_new_tokens, eos_token_id=None, context_size=None
+):
+    """Yield the likeliest next tokens of (B, T) ids one by one, (B, 1) each, until all rows are at a stop token."""
+    check_prompts(model, token_ids.tolist(), max_new_tokens, context_size)
+    stops = _stop_tensor(eos_token_id, token_ids.device)
+    done = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
+    for token in _steps(model, token_ids, max_new_tokens, context_size=context_size):
+        done |= torch.isin(token, stops)
+        if done.all():
+            return
+        yield token[:, None]
+
+
+def stream_ids(
+    model,
+    prompt_ids,
+    max_new_tokens,
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    eos_id=None,
+    seed=None,
+    use_cache=True,
+):
+    """Yield the new ids of one prompt as they are chosen, up to the first stop token, which is not yielded.
+
+    Errors   as generate_batch, before the first id
+    """
+    prompt_ids = list(map(int, prompt_ids))
+    check_prompts(model, [prompt_ids], max_new_tokens)
+    check_sampling(temperature, top_k, top_p)
+    stops = set(_stop_tensor(eos_id, "cpu").tolist())
+    idx = torch.tensor([prompt_ids], device=model.tok_emb.weight.device)
+    steps = _steps(model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache)
+    return itertools.takewhile(lambda token: token not in stops, (token.item() for token in steps))
+
+
+def stream(model, tokenizer, prompt_ids, max_new_tokens, *args, **kwargs):
+    """Yield the answer to one prompt as text, piece by piece, never half a character; arguments as `stream_ids`.
+
+    Without an eos_id it ends at the tokenizer's `stop_ids`.
+    """
+    kwargs.setdefault("eos_id", tokenizer.stop_ids)
+    ids = stream_ids(model, prompt_ids, max_new_tokens, *args, **kwargs)
+    return decode_stream(ids, StreamDecoder(tokenizer, context=prompt_ids))
+
+
+def decode_stream(ids, decoder):
+    """Yield the text of ids as they come."""
+    for token in ids:
+        if text := decoder.add(token):
+            yield text
+    if text := decoder.end():
+        yield text
+
+
+def _steps(
+    model,
+    idx,
+    max_new_tokens,
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    seed=None,
+    use_cache=True,
+    padding=None,
+    context_size=None,
+):
+    """Yield (B,) new tokens, max_new_tokens times: one prefill, then one decode call per further token."""
+    generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
+    B, T = idx.shape
+    cache = (
+        KVCache(model, B, T + max_new_tokens)
+        if use_cache and context_size is None and max_new_tokens
+        else None
+    )
+    crop = min(context_size or model.cfg["context_length"], model.cfg["context_length"])
+    new = idx
+    for _ in range(max_new_tokens):
+        with torch.no_grad(), _evaluating(model):
+            seen = new if cache is not None else idx[:, -crop:]
+            logits = model(seen, cache, padding=padding, last_only=True)[:, -1]
+            token = next_token(logits, temperature, top_k, top_p, generator)  # (B,)
+        new = token[:, None]
+        if cache is None:
+            idx = torch.cat([idx, new], dim=1)
+        yield token
+
+
+class _evaluating:
+    """Dropout off inside, and the model's mode afterwards as it was."""
+
+    def __init__(self, model):
+        self.model, self.training = (
+            model,
+            [m for m in model.modules() if m.training] if model.training else [],
+        )
+
+    def __enter__(self):
+        if self.training:
+            self.model.eval()
+
+    def __exit__(self, *error):
+        for module in self.training:
+            module.training = True
+
+
+def _collect(steps, B, eos_id, device):
+    """Run the steps until every row has met a stop token: (B, n) tokens and each row's number of tokens before it.
+
+    The test stays on the device; a GPU is asked every few tokens, and the surplus is cut off.
+    """
+    stops, tokens = _stop_tensor(eos_id, device), []
+    done = torch.zeros(B, dtype=torch.bool, device=device)
+    every = 1 if device.type == "cpu" else STOP_TEST_EVERY
+    for number, token in enumerate(steps, 1):
+        tokens.append(token)
+        if len(stops):
+            done |= torch.isin(token, stops)
+            if number % every == 0 and done.all():
+                break
+    if not tokens:
+        return torch.empty(B, 0, dtype=torch.long, device=device), [0] * B
+    tokens = torch.stack(tokens, dim=1)
+    before_stop = (torch.isin(tokens, stops).cumsum(dim=1) == 0).sum(dim=1)
+    return tokens, before_stop.tolist()
+
+
+def _stop_tensor(eos_id, device):
+    ids = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else sorted(eos_id)
+    return torch.tensor(ids, dtype=torch.long, device=device)
+
+
+def check_prompts(model, prompts, max_new_tokens, context_size=None):
+    """Refuse what cannot be continued, before anything is computed."""
+    if not prompts or not all(prompts):
+        raise ValueError(
+            "a prompt is empty: give at least one token (a begin-of-text token, for instance)"
+        )
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
+    vocab_size, context = model.cfg["vocab_size"], model.cfg["context_length"]
+    for prompt in prompts:
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ValueError(
+                f"token {wrong} is outside the vocabulary of 0 to {vocab_size - 1}: "
+                "was the prompt made by another model's tokenizer?"
+            )
+    longest = max(map(len, prompts))
+    if context_size is None and longest + max_new_tokens > context:
+        raise ValueError(
+            f"{longest} prompt tokens and max_new_tokens={max_new_tokens} exceed the context of {context}: "
+            f"at most {max(context - longest, 0)} new tokens fit"
+        )
+    if context_size is not None and context_size < 1:
+        raise ValueError(f"context_size={context_size} must be at least 1")
+
+
+def main(arguments=None):
+    """The terminal command: stream an answer on stdout, the speed on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m helpers.generate", description="Ask a model and watch it answer."
+    )
+    parser.add_argument("prompt", help="the question, or with --raw the text to continue")
+    parser.add_argument(
+        "--model",
+        default="auto",
+        help="a known name, a hub repository, a folder; auto: the best one here",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token"
+    )
+    parser.add_argument("--top-k", type=int, help="draw among the k likeliest tokens")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="draw among the likeliest tokens that add up to this probability",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="for the draws; the same seed gives the same answer"
+    )
+    parser.add_argument("--device", help="cpu, cuda, mps; default: the best one here")
+    parser.add_argument(
+        "--dtype", help="float32, bfloat16 or float16; default: what suits the device"
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="no chat template: continue the text as it stands"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        check_sampling(args.temperature, args.top_k, args.top_p)
+        return _answer(args)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has gone (| head)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _answer(args):
+    from helpers.checkpoints import load_model
+
+    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    model, tokenizer, chat_format = loaded[:3]
+    print(f"{loaded.name}: {loaded.origin}", file=sys.stderr)
+    if tokenizer is None:
+        raise ValueError(f"{loaded.name} came without a tokenizer, so it cannot read text")
+    if args.raw or chat_format is None:
+        ids = tokenizer.encode(args.prompt, bos=tokenizer.bos_id is not None)
+    else:
+        ids = chat_format.encode(args.prompt)
+    times = []
+
+    def timed(tokens):
+        for token in tokens:
+            times.append(time.perf_counter())
+            yield token
+
+    start = time.perf_counter()
+    tokens = timed(
+        stream_ids(
+            model,
+            ids,
+            args.max_new_tokens,
+            args.temperature,
+            args.top_k,
+            args.top_p,
+            loaded.stop_ids,
+            args.seed,
+        )
+    )
+    for text in decode_stream(tokens, StreamDecoder(tokenizer, context=ids)):
+        print(text, end="", flush=True)
+    print(flush=True)
+    if len(times) > 1:
+        print(
+            f"{len(times)} tokens; first after {times[0] - start:.2f} s (prompt of {len(ids)}), "
+            f"then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens per second",
+            file=sys.stderr,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

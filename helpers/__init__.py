@@ -33,7 +33,7 @@ __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name):
-    """Import a public name when it is first asked for, so that `python -m helpers.X` stays cheap."""
+    """Import a public name when it is first asked for, to keep `python -m helpers.X` cheap."""
     if name not in _PUBLIC:
         raise AttributeError(
             f"module 'helpers' has no attribute {name!r}; it has {', '.join(__all__)}"

@@ -20,8 +20,8 @@ def attend_plain(queries, keys, values, mask=None, dropout=0.0):
     """Scaled dot-product attention, written out as the two matrix products that it is.
 
     Shapes   queries (B, H, T, E), keys and values (B, G, S, E) -> (B, H, T, E)
-    Mask     None is causal, the queries being the last T of the S keys; else boolean, True is hidden,
-             and its last two axes cover at least T and S
+    Mask     None is causal, the queries being the last T of the S keys; else boolean, True is
+             hidden, and its last two axes cover at least T and S
     Source   Vaswani et al. 2017, arXiv:1706.03762, equation 1; groups: arXiv:2305.13245
     """
     H, T, E = queries.shape[1:]
@@ -66,9 +66,9 @@ def attend_sdpa(queries, keys, values, mask=None, dropout=0.0):
 class MultiHeadAttention(nn.Module):
     """Every head compares its own queries with its own keys and mixes its own values.
 
-    Queries and keys are rotated exactly when `cos` is given. With a cache, this call's keys and values
-    are appended to it, and the queries look at all that it holds. `context_length` is not used: it is
-    there because code written for the book passes it.
+    Queries and keys are rotated exactly when `cos` is given. With a cache, this call's keys and
+    values are appended to it, and the queries look at all that it holds. `context_length` is not
+    used: it is there because code written for the book passes it.
 
     Shapes   x (B, T, d_in), cos and sin (T, E) or (B, T, E) -> (B, T, d_out)
     Errors   ValueError if num_heads does not divide d_out and no head_dim is given
@@ -92,7 +92,8 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if head_dim is None and d_out % num_heads:
             raise ValueError(
-                f"num_heads={num_heads} does not divide d_out={d_out}: every head needs the same width"
+                f"num_heads={num_heads} does not divide d_out={d_out}: "
+                "every head needs the same width"
             )
         self.attend, self.dropout = attend, dropout
         self.num_heads = self.num_kv_groups = num_heads
@@ -146,7 +147,8 @@ class GroupedQueryAttention(MultiHeadAttention):
     As many groups as heads is multi-head attention; one group is multi-query attention.
 
     Shapes   as MultiHeadAttention
-    Errors   ValueError if num_kv_groups does not divide num_heads, or for biases or dropout in a config
+    Errors   ValueError if num_kv_groups does not divide num_heads, or for biases or dropout in a
+             config
     Source   Ainslie et al. 2023, arXiv:2305.13245
     """
 

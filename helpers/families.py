@@ -37,7 +37,7 @@ MODEL_TYPES = {"gpt2": GPTModel, "llama": Llama3Model}  # config.json's model_ty
 
 
 def describe(model_class, cfg, tokenizer):
-    """The rows of the parts table for one model: name of the part -> what it is, in words, widths left out."""
+    """One model's rows of the parts table: name of the part -> what it is in words, no widths."""
     parts = model_class.parts
     biases = {(True, True): "everywhere", (False, False): "none"}.get(
         (cfg.qkv_bias, cfg.bias), "some"
@@ -67,7 +67,8 @@ def parts_table():
 def diff_families(old, new):
     """What changed between two families, by name: list of (part, old, new).
 
-    `old` and `new` are names in FAMILIES or Family tuples, so a lesson can compare its own model too.
+    `old` and `new` are names in FAMILIES or Family tuples, so a lesson can compare its own model
+    too.
     """
     old, new = (describe(*(lookup(f) if isinstance(f, str) else f)) for f in (old, new))
     return [(row, old[row], new[row]) for row in old if old[row] != new[row]]

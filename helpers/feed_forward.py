@@ -1,4 +1,4 @@
-"""The feed-forward of a block: two matrices around GELU (GPT-2), three around SiLU (every Llama)."""
+"""A block's feed-forward: two matrices around GELU (GPT-2), three around SiLU (every Llama)."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class GELU(nn.Module):
-    """x times (nearly) the probability that a standard normal value is below x, in GPT-2's tanh form.
+    """x times (nearly) the probability of a standard normal value below x, in GPT-2's tanh form.
 
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2
     """
@@ -20,7 +20,8 @@ class GELU(nn.Module):
 class SiLU(nn.Module):
     """x * sigmoid(x): smooth like GELU, and one sigmoid to compute. Also called swish.
 
-    Source   Elfwing, Uchibe and Doya 2017, arXiv:1702.03118; Ramachandran et al. 2017, arXiv:1710.05941
+    Source   Elfwing, Uchibe and Doya 2017, arXiv:1702.03118; Ramachandran et al. 2017,
+             arXiv:1710.05941
     """
 
     def forward(self, x):
@@ -28,7 +29,9 @@ class SiLU(nn.Module):
 
 
 class GELUFeedForward(nn.Module):
-    """Widen, bend, narrow: GPT-2's feed-forward with biases, four times as wide inside unless hidden_dim says else.
+    """Widen, bend, narrow: GPT-2's feed-forward, with biases.
+
+    Inside it is four times as wide, unless hidden_dim says else.
 
     Shapes   x (B, T, D) -> (B, T, D)
     Source   Radford et al. 2018 and 2019 (GPT, GPT-2)
@@ -61,7 +64,7 @@ class GELUFeedForward(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one matrix makes a gate, one a value, their product is narrowed by a third; no biases.
+    """SwiGLU: one matrix makes a gate, one a value, a third narrows their product; no biases.
 
     Shapes   x (B, T, D) -> (B, T, D)
     Source   Shazeer 2020, arXiv:2002.05202, equation 6

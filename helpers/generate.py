@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+from contextlib import redirect_stdout
 
 import torch
 
@@ -22,8 +23,9 @@ STOP_TEST_EVERY = (
 def next_token(logits, temperature=0.0, top_k=None, top_p=None, generator=None):
     """Choose one token for every row: the likeliest at temperature 0, else a draw.
 
-    The draw is from softmax(logits / temperature), cut first to the `top_k` likeliest tokens, then to the
-    fewest whose probabilities add up to `top_p`. A top_k above the vocabulary keeps every token.
+    The draw is from softmax(logits / temperature), cut first to the `top_k` likeliest tokens, then
+    to the fewest whose probabilities add up to `top_p`. A top_k above the vocabulary keeps every
+    token.
 
     Shapes   logits (B, V) -> (B,)
     Errors   ValueError: temperature below 0, top_k below 1, top_p outside (0, 1]
@@ -72,18 +74,19 @@ def generate_batch(
 ):
     """Continue prompts of different lengths together; each row ends on its own.
 
-    Shorter prompts are padded at the left, which the model hides, so that every row gets the same logits as
-    alone. Draws of several rows come from one generator: a row's sample depends on its neighbours, its
-    greedy tokens do not.
+    Shorter prompts are padded at the left, which the model hides, so that every row gets the same
+    logits as alone. Draws of several rows come from one generator: a row's sample depends on its
+    neighbours, its greedy tokens do not.
 
     prompts  lists of ids, one per row
     eos_id   one stop token or a collection of them
     Returns  a list of new ids per row, without the prompt and without the stop token
-    Errors   ValueError before the first token: an empty prompt or batch, ids outside the vocabulary,
-             max_new_tokens below 0 (0 gives empty lists), more tokens than the context, sampling out of range
+    Errors   ValueError before the first token: an empty prompt or batch, ids outside the
+             vocabulary, max_new_tokens below 0 (0 gives empty lists), more tokens than the context,
+             sampling out of range
     """
     prompts = [list(map(int, prompt)) for prompt in prompts]
-    check_prompts(model, prompts, max_new_tokens)
+    check_request(model, prompts, max_new_tokens, temperature, top_k, top_p)
     longest = max(map(len, prompts))
     device = model.tok_emb.weight.device
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
@@ -120,13 +123,13 @@ def generate(
 ):
     """Continue (B, T) ids, as in the book; returns (B, T + new) ids.
 
-    With `context_size` the prompt is cropped to its last tokens and nothing is cached, as the book does it;
-    without, everything must fit into the model's context. A stop token is not part of the result; in a batch
-    a row that ends early is filled up with the stop token that ended it.
+    With `context_size` the prompt is cropped to its last tokens and nothing is cached, as the book
+    does it; without, everything must fit into the model's context. A stop token is not part of the
+    result; in a batch a row that ends early is filled up with the stop token that ended it.
 
     Errors   as generate_batch
     """
-    check_prompts(model, idx.tolist(), max_new_tokens, context_size)
+    check_request(model, idx.tolist(), max_new_tokens, temperature, top_k, top_p, context_size)
     idx = idx.to(model.tok_emb.weight.device)
     steps = _steps(
         model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache, None, context_size
@@ -145,8 +148,11 @@ def generate_text_simple(model, idx, max_new_tokens, context_size=None):
 def generate_text_simple_stream(
     model, token_ids, max_new_tokens, eos_token_id=None, context_size=None
 ):
-    """Yield the likeliest next tokens of (B, T) ids one by one, (B, 1) each, until all rows are at a stop token."""
-    check_prompts(model, token_ids.tolist(), max_new_tokens, context_size)
+    """Yield the likeliest next tokens of (B, T) ids one by one, (B, 1) each.
+
+    It ends when all rows are at a stop token.
+    """
+    check_request(model, token_ids.tolist(), max_new_tokens, context_size=context_size)
     stops = _stop_tensor(eos_token_id, token_ids.device)
     done = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
     for token in _steps(model, token_ids, max_new_tokens, context_size=context_size):
@@ -167,13 +173,12 @@ def stream_ids(
     seed=None,
     use_cache=True,
 ):
-    """Yield the new ids of one prompt as they are chosen, up to the first stop token, which is not yielded.
+    """Yield the new ids of one prompt as they are chosen, ending before the first stop token.
 
     Errors   as generate_batch, before the first id
     """
     prompt_ids = list(map(int, prompt_ids))
-    check_prompts(model, [prompt_ids], max_new_tokens)
-    check_sampling(temperature, top_k, top_p)
+    check_request(model, [prompt_ids], max_new_tokens, temperature, top_k, top_p)
     stops = set(_stop_tensor(eos_id, "cpu").tolist())
     idx = torch.tensor([prompt_ids], device=model.tok_emb.weight.device)
     steps = _steps(model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache)
@@ -181,9 +186,9 @@ def stream_ids(
 
 
 def stream(model, tokenizer, prompt_ids, max_new_tokens, *args, **kwargs):
-    """Yield the answer to one prompt as text, piece by piece, never half a character; arguments as `stream_ids`.
+    """Yield the answer to one prompt as text, piece by piece, never half a character.
 
-    Without an eos_id it ends at the tokenizer's `stop_ids`.
+    Arguments as `stream_ids`; without an eos_id it ends at the tokenizer's `stop_ids`.
     """
     kwargs.setdefault("eos_id", tokenizer.stop_ids)
     ids = stream_ids(model, prompt_ids, max_new_tokens, *args, **kwargs)
@@ -211,7 +216,10 @@ def _steps(
     padding=None,
     context_size=None,
 ):
-    """Yield (B,) new tokens, max_new_tokens times: one prefill, then one decode call per further token."""
+    """Yield (B,) new tokens, max_new_tokens times.
+
+    There is one prefill, then one decode call per further token.
+    """
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     B, T = idx.shape
     cache = (
@@ -251,9 +259,10 @@ class _evaluating:
 
 
 def _collect(steps, B, eos_id, device):
-    """Run the steps until every row has met a stop token: (B, n) tokens and each row's number of tokens before it.
+    """Run the steps until every row has met a stop token.
 
-    The test stays on the device; a GPU is asked every few tokens, and the surplus is cut off.
+    Returns (B, n) tokens and each row's number of tokens before its stop token. The test stays on
+    the device; a GPU is asked every few tokens, and the surplus is cut off.
     """
     stops, tokens = _stop_tensor(eos_id, device), []
     done = torch.zeros(B, dtype=torch.bool, device=device)
@@ -276,8 +285,11 @@ def _stop_tensor(eos_id, device):
     return torch.tensor(ids, dtype=torch.long, device=device)
 
 
-def check_prompts(model, prompts, max_new_tokens, context_size=None):
+def check_request(
+    model, prompts, max_new_tokens, temperature=0.0, top_k=None, top_p=None, context_size=None
+):
     """Refuse what cannot be continued, before anything is computed."""
+    check_sampling(temperature, top_k, top_p)
     if not prompts or not all(prompts):
         raise ValueError(
             "a prompt is empty: give at least one token (a begin-of-text token, for instance)"
@@ -295,8 +307,8 @@ def check_prompts(model, prompts, max_new_tokens, context_size=None):
     longest = max(map(len, prompts))
     if context_size is None and longest + max_new_tokens > context:
         raise ValueError(
-            f"{longest} prompt tokens and max_new_tokens={max_new_tokens} exceed the context of {context}: "
-            f"at most {max(context - longest, 0)} new tokens fit"
+            f"{longest} prompt tokens and max_new_tokens={max_new_tokens} exceed the context of "
+            f"{context}: at most {max(context - longest, 0)} new tokens fit"
         )
     if context_size is not None and context_size < 1:
         raise ValueError(f"context_size={context_size} must be at least 1")
@@ -351,7 +363,8 @@ def main(arguments=None):
 def _answer(args):
     from helpers.checkpoints import load_model
 
-    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    with redirect_stdout(sys.stderr):  # what auto chose is no part of the answer
+        loaded = load_model(args.model, device=args.device, dtype=args.dtype)
     model, tokenizer, chat_format = loaded[:3]
     print(f"{loaded.name}: {loaded.origin}", file=sys.stderr)
     if tokenizer is None:

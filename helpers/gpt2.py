@@ -39,7 +39,8 @@ HUGGING_FACE = Layout(
         "pos_emb.weight": Stored("wpe.weight"),
         "trf_blocks.{n}.norm1.scale": Stored("h.{n}.ln_1.weight"),
         "trf_blocks.{n}.norm1.shift": Stored("h.{n}.ln_1.bias"),
-        # one matrix holds queries, keys and values side by side; all four matrices are stored (in, out)
+        # one matrix holds queries, keys and values side by side;
+        # all four matrices are stored (in, out)
         "trf_blocks.{n}.att.W_query.weight": Stored(
             "h.{n}.attn.c_attn.weight", transposed=True, third=0
         ),
@@ -70,7 +71,9 @@ HUGGING_FACE = Layout(
 
 
 class GPTModel(Skeleton):
-    """GPT-2: LayerNorm, learned positions, multi-head attention and a GELU feed-forward, biases everywhere.
+    """GPT-2: LayerNorm, learned positions, multi-head attention and a GELU feed-forward.
+
+    It has biases everywhere.
 
     Source   Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
     """

@@ -4,10 +4,11 @@ import torch
 
 
 class KVCache:
-    """Room for `capacity` tokens of `batch_size` rows in every layer, made once; the position lives here.
+    """Room for `capacity` tokens of `batch_size` rows in every layer, made once.
 
-    A model called with a cache continues what it holds: `model(prompt, cache)`, then `model(next, cache)`.
-    The position moves when the whole model has run, so a call that fails leaves the cache as it was.
+    The position lives here. A model called with a cache continues what it holds:
+    `model(prompt, cache)`, then `model(next, cache)`. The position moves when the whole model has
+    run, so a call that fails leaves the cache as it was.
 
     Shapes   per layer: keys and values (batch_size, G, capacity, E) in the dtype of the model
     Errors   ValueError when more tokens come than there is room for
@@ -22,7 +23,7 @@ class KVCache:
 
     @property
     def cache_bytes(self):
-        """Bytes of all keys and values: 2 * layers * rows * G * capacity * E * bytes of one number."""
+        """Bytes of all keys and values: 2 * layers * rows * G * capacity * E * bytes per number."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def reset(self):

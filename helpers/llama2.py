@@ -1,4 +1,4 @@
-"""Llama 2: Llama 1's parts, twice the context; the 70B model shares keys and values between heads."""
+"""Llama 2: Llama 1's parts, twice the context; in the 70B model heads share keys and values."""
 
 from dataclasses import replace
 

@@ -1,6 +1,7 @@
 """From a checkpoint's own description of itself to our Config, and back; nothing is guessed.
 
-Three descriptions exist: Hugging Face's config.json, Meta's params.json and the metadata of a GGUF file.
+Three descriptions exist: Hugging Face's config.json, Meta's params.json and the metadata of a GGUF
+file.
 """
 
 from numbers import Real
@@ -43,8 +44,8 @@ ROPE_FREQ_NAMES = {
 def read_config(raw, where="config.json"):
     """config.json as a dict -> (model class, Config).
 
-    Errors   ValueError names the entry and its value: an unknown model_type, something that this skeleton does
-             not compute, a missing or wrong size, a RoPE base that cannot be known
+    Errors   ValueError names the entry and its value: an unknown model_type, something that this
+             skeleton does not compute, a missing or wrong size, a RoPE base that cannot be known
     """
     if not isinstance(raw, dict):
         raise ValueError(f"{where} must hold one JSON object, not {type(raw).__name__}")
@@ -71,7 +72,8 @@ def read_config(raw, where="config.json"):
         rates = {raw.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
         if len(rates) > 1:
             raise ValueError(
-                f"{where} has different dropout rates {sorted(rates)}; one rate for all is implemented"
+                f"{where} has different dropout rates {sorted(rates)}; "
+                "one rate for all is implemented"
             )
         values |= {"drop_rate": rates.pop(), "qkv_bias": True, "bias": True}
     else:
@@ -98,7 +100,10 @@ def dtype_named(name):
 
 
 def read_rope(raw, where):
-    """RoPE's base and rescaling, from the old keys (rope_theta, rope_scaling) or transformers 5's rope_parameters."""
+    """RoPE's base and rescaling.
+
+    They come from the old keys (rope_theta, rope_scaling) or transformers 5's rope_parameters.
+    """
     settings = raw.get("rope_parameters")
     if settings is None:
         settings = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
@@ -112,9 +117,10 @@ def read_rope(raw, where):
         length = raw.get("max_position_embeddings")
         if kind != "default" or not isinstance(length, Real) or length > 4096:
             raise ValueError(
-                f"{where} gives no RoPE base (rope_theta). Only Llama 1 and 2, with at most 4,096 positions "
-                f"and no rescaling, leave out their 10,000; here max_position_embeddings={length} "
-                f"and rope_type={kind!r}. Add rope_theta to the file"
+                f"{where} gives no RoPE base (rope_theta). Only Llama 1 and 2, with at most "
+                "4,096 positions and no rescaling, leave out their 10,000; here "
+                f"max_position_embeddings={length} and rope_type={kind!r}. "
+                "Add rope_theta to the file"
             )
         base = 10_000.0
     rope_freq = None
@@ -155,8 +161,9 @@ def write_config(model):
 def read_params(raw, reader, where="params.json"):
     """Meta's params.json and a reader of its weights -> (model class, Config).
 
-    The file knows neither the context length nor the rescaling factor of Llama 3.1 and 3.2: these are those of
-    the published model with the same sizes, and another model that asks for rescaling is refused.
+    The file knows neither the context length nor the rescaling factor of Llama 3.1 and 3.2: these
+    are those of the published model with the same sizes, and another model that asks for rescaling
+    is refused.
     """
     try:
         emb_dim, n_heads, n_layers, eps = (
@@ -181,8 +188,8 @@ def read_params(raw, reader, where="params.json"):
     known = published.get((emb_dim, n_heads, n_layers))
     if longer and known is None:
         raise ValueError(
-            f"{where} asks for rescaled RoPE (use_scaled_rope) but does not give the factor, and no "
-            f"published Llama has dim={emb_dim}, n_heads={n_heads}, n_layers={n_layers}"
+            f"{where} asks for rescaled RoPE (use_scaled_rope) but does not give the factor, and "
+            f"no published Llama has dim={emb_dim}, n_heads={n_heads}, n_layers={n_layers}"
         )
     context_length = (
         known.context_length if longer else 8192 if base > 10_000 else 4096 if eps > 2e-6 else 2048
@@ -228,8 +235,8 @@ def read_gguf(reader):
         raise ValueError(f"{where} lacks llama.{', llama.'.join(missing)}")
     if values["rope_base"] is None and values["context_length"] > 4096:
         raise ValueError(
-            f"{where} gives no llama.rope.freq_base; only Llama 1 and 2, with at most 4,096 positions, "
-            f"leave out their 10,000, and this file has {values['context_length']}"
+            f"{where} gives no llama.rope.freq_base; only Llama 1 and 2, with at most 4,096 "
+            f"positions, leave out their 10,000, and this file has {values['context_length']}"
         )
     scaling = reader.field("llama.rope.scaling.type", "none")
     if scaling != "none":
@@ -249,7 +256,10 @@ def read_gguf(reader):
 
 
 def _rope_freq_of(reader, values):
-    """GGUF keeps Llama 3.1's rescaling as a divisor per pair; find the four numbers and prove that they give it."""
+    """Find the four numbers of Llama 3.1's rescaling in a GGUF file.
+
+    GGUF keeps it as a divisor per pair; the numbers are proved to give these divisors.
+    """
     divisors = reader.read("rope_freqs.weight", None).float()
     guess = {
         "factor": round(divisors.max().item(), 4),
@@ -263,6 +273,7 @@ def _rope_freq_of(reader, values):
         inverse_freq / divisors, rescale(inverse_freq, guess), rtol=1e-4
     ):
         raise ValueError(
-            f"{reader.path}: its rope_freqs.weight is not Llama 3.1's rescaling with factor {guess['factor']}"
+            f"{reader.path}: its rope_freqs.weight is not Llama 3.1's rescaling with "
+            f"factor {guess['factor']}"
         )
     return guess

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class LayerNorm(nn.Module):
-    """Shift and scale each token's vector to mean 0 and variance 1, then by a learned scale and shift.
+    """Shift and scale each token's vector to mean 0, variance 1, then by a learned scale and shift.
 
     Shapes   x (B, T, D) -> (B, T, D) in the dtype of x; the statistics are taken in float32
     Errors   ValueError if the last axis of x is not emb_dim
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 def check_width(x, weight):
-    """Refuse an input whose last axis is not the norm's width (broadcasting would hide a width of 1)."""
+    """Refuse an input whose last axis is not the norm's width (broadcasting would hide width 1)."""
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"the norm was built for emb_dim={weight.shape[0]}, but x has shape {tuple(x.shape)}"

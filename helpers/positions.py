@@ -36,10 +36,12 @@ class RoPE(nn.Module):
     """Rotary positions: queries and keys turn by an angle that grows with the position.
 
     The tables are float32 whatever the model's dtype, and real even when the model is built on the
-    meta device: `.to(bfloat16)`, `.half()` and `.to_empty()` move them and never change their values.
+    meta device: `.to(bfloat16)`, `.half()` and `.to_empty()` move them and never change their
+    values.
 
     Shapes   place: x (B, T, D), positions (T,) or (B, T) -> x, cos and sin (T, E) or (B, T, E)
-    Source   Su et al. 2021, arXiv:2104.09864; rescaling: Llama 3.1, arXiv:2407.21783 and Meta's code
+    Source   Su et al. 2021, arXiv:2104.09864; rescaling: Llama 3.1, arXiv:2407.21783 and Meta's
+             code
     """
 
     def __init__(self, head_dim, theta_base, context_length, freq_config=None):
@@ -53,7 +55,8 @@ class RoPE(nn.Module):
     def from_config(cls, cfg):
         if cfg["rope_base"] is None:
             raise ValueError(
-                'rope_base=None: a model with RoPE needs its base, such as {**cfg, "rope_base": 10_000.0}'
+                "rope_base=None: a model with RoPE needs its base, such as "
+                '{**cfg, "rope_base": 10_000.0}'
             )
         head_dim = cfg["head_dim"] or cfg["emb_dim"] // cfg["n_heads"]
         return cls(head_dim, cfg["rope_base"], cfg["context_length"], cfg["rope_freq"])
@@ -67,7 +70,7 @@ class RoPE(nn.Module):
         return x, self.cos[positions], self.sin[positions]
 
     def _apply(self, fn, recurse=True):
-        """Follow the model to its device, but keep values and float32: `fn` only tells where to go."""
+        """Follow the model to its device, but keep values and float32: `fn` only tells where."""
         device = fn(torch.empty(1, device=self.cos.device)).device
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
@@ -84,7 +87,8 @@ def compute_rope_params(
     contexts: pairs that turn fast keep their speed, slow ones turn `factor` times slower, those in
     between are blended. The result depends on `context_length` in its length only.
 
-    Shapes   -> cos, sin (context_length, head_dim); the second half of the columns repeats the first
+    Shapes   -> cos, sin (context_length, head_dim); the second half of the columns repeats the
+             first
     Errors   ValueError for an odd head_dim or a freq_config that is not those four numbers
     Source   Su et al. 2021, arXiv:2104.09864, section 3.2.2; Meta's llama-models, model.py
     """
@@ -103,7 +107,7 @@ def compute_rope_params(
 
 
 def rescale(inverse_freq, freq_config):
-    """Llama 3.1's frequency rescaling: (E / 2,) radians per token -> the same, slow pairs slower."""
+    """Llama 3.1's RoPE rescaling: (E / 2,) radians per token -> the same, slow pairs slower."""
     check_rope_freq(freq_config)
     low, high = freq_config["low_freq_factor"], freq_config["high_freq_factor"]
     turns = (
@@ -118,7 +122,8 @@ def apply_rope(x, cos, sin):
 
     Shapes   x (B, H, T, E); cos, sin (T, E), (B, T, E) or a longer table whose first T rows count
              -> (B, H, T, E) in the dtype of x, computed in the dtype of the tables
-    Source   Su et al. 2021, arXiv:2104.09864, equation 34, in the half-split layout of Hugging Face's files
+    Source   Su et al. 2021, arXiv:2104.09864, equation 34, in the half-split layout of Hugging
+             Face's files
     """
     T, E = x.shape[-2:]
     cos, sin = cos[..., :T, :], sin[..., :T, :]
@@ -130,9 +135,10 @@ def apply_rope(x, cos, sin):
 
 
 def permute(weight, n_heads):
-    """Reorder a query or key matrix from interleaved pairs (Meta's .pth, GGUF) to half-split (Hugging Face).
+    """Reorder a query or key matrix from interleaved pairs to half-split.
 
-    Within each head the rows 0, 1, 2, 3, ... (pairs side by side) become 0, 2, 4, ..., 1, 3, 5, ...
+    Meta's .pth and GGUF have interleaved pairs, Hugging Face has half-split. Within each head the
+    rows 0, 1, 2, 3, ... (pairs side by side) become 0, 2, 4, ..., 1, 3, 5, ...
 
     Shapes   (n_heads * E, D) -> the same; keys take their own number of heads
     """

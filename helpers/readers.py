@@ -1,19 +1,18 @@
 """Reading weight files: safetensors (one or many), Meta's .pth (one or many shards), GGUF.
 
-Every reader has `names()`, `shape(name, wanted)`, `read(name, wanted)` and `release()`, which lets go of
-the mapped file so that pages already read do not stay in memory. `wanted` is the shape that the model
-needs: only it tells how Meta's shards join. Nothing is unpickled but tensors.
+Every reader has `names()`, `shape(name, wanted)`, `read(name, wanted)` and `release()`, which lets
+go of the mapped file so that pages already read do not stay in memory. `wanted` is the shape that
+the model needs: only it tells how Meta's shards join. Nothing is unpickled but tensors.
 """
 
+import gc
 import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-RELEASE_BYTES = (
-    128 * 2**20
-)  # of .pth pages read before the map is let go: reopening costs milliseconds
+RELEASES = 32  # how often a .pth is let go and opened again while it is read
 
 
 class SafetensorsReader:
@@ -84,7 +83,7 @@ class SafetensorsReader:
 
 
 class MetaReader:
-    """Meta's consolidated.NN.pth: shards that each hold a slice of every matrix, and all of every norm."""
+    """Meta's consolidated.NN.pth: each shard has a slice of every matrix and all of every norm."""
 
     owned = True
 
@@ -105,9 +104,7 @@ class MetaReader:
                 shard = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
                 if not all(isinstance(tensor, torch.Tensor) for tensor in shard.values()):
                     raise TypeError("it holds something that is no tensor")
-            except (
-                Exception
-            ) as error:  # a pickle that asks for code, a truncated zip, another kind of file
+            except Exception as error:  # it asks for code, is cut short, or is something else
                 raise ValueError(
                     f"{file} is no plain .pth of tensors: {str(error).splitlines()[0]}"
                 ) from error
@@ -131,15 +128,22 @@ class MetaReader:
         if len(parts) == 1:
             return parts[0]
         axis = _joining_axis([tuple(part.shape) for part in parts], wanted)
-        return parts[0].clone() if axis == -1 else torch.cat(parts, dim=axis)
+        joined = parts[0].clone() if axis == -1 else torch.cat(parts, dim=axis)
+        del parts
+        self.release()  # nothing of the map is in use any more
+        return joined
 
     def release(self):
-        if self.bytes_read > RELEASE_BYTES:
+        if self.bytes_read > sum(file.stat().st_size for file in self.files) / RELEASES:
             self.open, self.bytes_read = [], 0
+            gc.collect()  # torch.load leaves the map in a reference cycle
 
 
 def _joining_axis(shapes, wanted):
-    """The axis along which shards of these shapes make up `wanted`; -1 if each is the whole, None if they do not."""
+    """The axis along which shards of these shapes make up `wanted`.
+
+    It is -1 if each shard is the whole, None if they do not make it up.
+    """
     if all(shape == wanted for shape in shapes):
         return -1
     for axis in range(len(wanted)):

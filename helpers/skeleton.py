@@ -6,9 +6,9 @@ another choice of parts:
     class GPTWithRMSNorm(GPTModel):
         parts = replace(GPTModel.parts, norm=RMSNorm)
 
-A new variant arrives as a new class beside the old one: a norm with another weight, an attention that
-also normalises its queries, a block that is wired otherwise, a feed-forward of many experts. Families
-whose layers take turns override `parts_for`.
+A new variant arrives as a new class beside the old one: a norm with another weight, an attention
+that also normalises its queries, a block that is wired otherwise, a feed-forward of many experts.
+Families whose layers take turns override `parts_for`.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class PreNormBlock(nn.Module):
     """Two steps along the residual stream: attention, then feed-forward, each behind its own norm.
 
     Shapes   x (B, T, D) -> (B, T, D)
-    Source   pre-norm: GPT-2 (Radford et al. 2019, section 2.3) and every Llama; the Transformer of 2017 and
-             GPT-1 put the norm behind the addition
+    Source   pre-norm: GPT-2 (Radford et al. 2019, section 2.3) and every Llama; the Transformer of
+             2017 and GPT-1 put the norm behind the addition
     """
 
     def __init__(self, cfg, parts):
@@ -47,7 +47,7 @@ class PreNormBlock(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is made of: five classes, each with `from_config`, and the function that attends."""
+    """What a model is made of: five classes, each with `from_config`, and an attention function."""
 
     norm: type
     positions: type
@@ -60,7 +60,8 @@ class Parts:
 class Skeleton(nn.Module):
     """Token ids in, logits out; what happens between depends on `parts` and the config alone.
 
-    cfg      a Config, or a plain dict: keys left out take the family's `defaults`, unknown ones are refused
+    cfg      a Config, or a plain dict: keys left out take the family's `defaults`, unknown ones are
+             refused
     Shapes   in_idx (B, T) -> logits (B, T, V), or (B, 1, V) with last_only
     Errors   ValueError when tokens and cache together exceed the config's context_length
     """
@@ -89,12 +90,12 @@ class Skeleton(nn.Module):
         return self.parts
 
     def forward(self, in_idx, cache=None, *, padding=None, last_only=False):
-        """Logits of every token, or of the last one; with a cache, `in_idx` continues what it holds.
+        """Logits of every token, or of the last; with a cache, `in_idx` continues what it holds.
 
         padding   (B,) how many tokens at the left of each row are no text; they are hidden, and the
                   row's positions begin after them
         """
-        B, T = in_idx.shape
+        T = in_idx.shape[1]
         start = cache.position if cache is not None else 0
         if start + T > self.cfg.context_length:
             raise ValueError(
@@ -141,8 +142,9 @@ class Skeleton(nn.Module):
             state_dict = {**state_dict, "out_head.weight": table}
         elif tied and table is not None and not torch.equal(head, table):
             raise ValueError(
-                "the head of this model is tied to its embedding, but the state dict holds two different "
-                'matrices: build the model with {**cfg, "tie_embeddings": False} to keep both'
+                "the head of this model is tied to its embedding, but the state dict holds "
+                "two different matrices: "
+                'build the model with {**cfg, "tie_embeddings": False} to keep both'
             )
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         if tied:
@@ -151,9 +153,10 @@ class Skeleton(nn.Module):
 
 
 def padding_mask(padding, T, S):
-    """(B, 1, T, S), True where a query must not look: the future, and the padding at the left of its row.
+    """(B, 1, T, S), True where a query must not look: the future, the padding at its row's left.
 
-    A padded query looks at itself alone, so that no row of the softmax is empty; nobody reads its result.
+    A padded query looks at itself alone, so that no row of the softmax is empty; nobody reads its
+    result.
     """
     keys = torch.arange(S, device=padding.device)
     queries = keys[S - T :, None]  # (T, 1)
@@ -162,6 +165,6 @@ def padding_mask(padding, T, S):
 
 
 def count_parameters(model):
-    """(unique, counted twice): the second number counts a tied head as if it were a matrix of its own."""
+    """(unique, counted twice): the second number counts a tied head as a matrix of its own."""
     unique = sum(p.numel() for p in model.parameters())
     return unique, unique + (model.out_head.weight.numel() if model.tied else 0)

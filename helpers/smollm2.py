@@ -1,4 +1,7 @@
-"""SmolLM2: Llama 3.2's architecture with open weights (Apache-2.0), a shorter context and another tokenizer."""
+"""SmolLM2: Llama 3.2's architecture with a shorter context and another tokenizer.
+
+Its weights are open (Apache-2.0).
+"""
 
 from dataclasses import replace
 

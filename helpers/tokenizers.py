@@ -1,8 +1,8 @@
 """Tokenizers and chat formats: GPT-2, Llama 2, Llama 3, SmolLM2.
 
-All have `encode(text, bos=False, eos=False)`, `decode(ids)`, `special` (name -> id), `bos_id`, `stop_ids`,
-`n_vocab` and `files`. Text never becomes a special token unless the caller names that token in
-`allowed_special`; chat formats add theirs by id.
+All have `encode(text, bos=False, eos=False)`, `decode(ids)`, `special` (name -> id), `bos_id`,
+`stop_ids`, `n_vocab` and `files`. Text never becomes a special token unless the caller names that
+token in `allowed_special`; chat formats add theirs by id.
 """
 
 import base64
@@ -61,7 +61,7 @@ class BPETokenizer:
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
     def decode(self, ids):
-        """Ids -> text, special tokens by their names; bytes that are no whole character become U+FFFD."""
+        """Ids -> text, special tokens by name; bytes that are no whole character become U+FFFD."""
         return self.model.decode(list(map(int, ids)))
 
 
@@ -99,9 +99,10 @@ class Llama3Tokenizer(BPETokenizer):
 
 
 def read_ranks(path):
-    """A tiktoken file, one base64 token and its rank a line -> {bytes: rank}; ranks must be 0, 1, 2, ...
+    """A tiktoken file, one base64 token and its rank a line -> {bytes: rank}.
 
-    Not read through tiktoken, which remembers a file by its path and would return another file's ranks.
+    Ranks must be 0, 1, 2, ... Not read through tiktoken, which remembers a file by its path and
+    would return another file's ranks.
     """
     ranks = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -222,9 +223,10 @@ class SmolLM2Tokenizer:
 
 
 class StreamDecoder:
-    """Text from ids as they come, never half a character: `add(id)` returns what is new, `end()` the rest.
+    """Text from ids as they come, never half a character.
 
-    `context` holds ids that came before, so that a first piece keeps the space that it begins with.
+    `add(id)` returns what is new, `end()` the rest. `context` holds ids that came before, so that a
+    first piece keeps the space that it begins with.
     """
 
     def __init__(self, tokenizer, context=()):
@@ -249,22 +251,28 @@ class StreamDecoder:
 
 
 class _Chat:
-    """What chat formats share: `encode(user, system)` for one question, `encode_dialog(messages)` for several rounds."""
+    """What chat formats share: making the prompt of one question or of several rounds.
+
+    `encode(user, system)` is for one question, `encode_dialog(messages)` for several rounds.
+    """
 
     default_system = None
 
     def encode(self, user_message, system_message=None, allowed_special=None):
         """The prompt of one question: ids that end where the assistant's answer begins.
 
-        `allowed_special` is accepted, as in the book, and not used: text never becomes a special token.
+        `allowed_special` is accepted, as in the book, and not used: text never becomes a special
+        token.
         """
         system = [] if system_message is None else [{"role": "system", "content": system_message}]
         return self.encode_dialog([*system, {"role": "user", "content": user_message}])
 
     def encode_dialog(self, messages):
-        """The prompt of a conversation: messages are {"role": "system" | "user" | "assistant", "content": text}.
+        """The prompt of a conversation, a list of messages.
 
-        Errors   ValueError unless system comes first (if at all), then user and assistant in turn, user last
+        messages   each {"role": "system" | "user" | "assistant", "content": text}
+        Errors     ValueError unless system comes first (if at all), then user and assistant in
+                   turn, user last
         """
         messages = list(messages)
         roles = [message.get("role") for message in messages]
@@ -275,7 +283,8 @@ class _Chat:
             or any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns))
         ):
             raise ValueError(
-                f"roles {roles} must be an optional system, then user and assistant in turn, user last"
+                f"roles {roles} must be an optional system, then user and assistant in turn, "
+                "user last"
             )
         if roles[0] != "system" and self.default_system is not None:
             messages.insert(0, {"role": "system", "content": self.default_system})
@@ -286,10 +295,11 @@ class _Chat:
 
 
 class ChatFormat(_Chat):
-    """Llama 3's chat: each turn behind a header with its role, closed by <|eot_id|>; one begin-of-text.
+    """Llama 3's chat: each turn behind its role's header, closed by <|eot_id|>; one begin-of-text.
 
     default_system   system text where a conversation brings none; None leaves the turn out
-    today            such as "26 Jul 2024": begins the system turn with the two date lines of 3.1 and 3.2
+    today            such as "26 Jul 2024": begins the system turn with the two date lines of 3.1
+                     and 3.2
     Source           Meta's llama-models, chat_format.py; date lines: the model card of Llama 3.1
     """
 
@@ -324,7 +334,7 @@ class ChatFormat(_Chat):
 
 
 def clean_text(text, header_end="assistant<|end_header_id|>\n\n"):
-    """What follows the (first) assistant's header of a decoded chat; text without a header as it is."""
+    """What follows the (first) assistant's header in a decoded chat; text without one as it is."""
     _, header, answer = text.partition(header_end)
     return answer.strip() if header else text
 
@@ -353,11 +363,11 @@ class ChatMLFormat(_Chat):
                 end,
                 *self.tok.encode("\n"),
             ]
-        return ids + [start, *self.tok.encode("assistant\n")]
+        return [*ids, start, *self.tok.encode("assistant\n")]
 
 
 class Llama2ChatFormat(_Chat):
-    """Llama 2's chat: [INST] and [/INST] around each question, the system text inside the first one.
+    """Llama 2's chat: [INST] and [/INST] around each question, the system text inside the first.
 
     Source   Meta's llama, generation.py
     """

@@ -1,8 +1,8 @@
-"""Weights: one table of names per family, read from left to right when saving and back when loading.
+"""Weights: one table of names per family, read left to right when saving and back when loading.
 
-A `Layout` says where each of our tensors lives in one kind of file and how it is stored there. Loading
-checks the whole file against the table first (nothing missing, nothing left over, every shape right)
-and only then writes, one tensor at a time.
+A `Layout` says where each of our tensors lives in one kind of file and how it is stored there.
+Loading checks the whole file against the table first (nothing missing, nothing left over, every
+shape right) and only then writes, one tensor at a time.
 """
 
 import json
@@ -23,7 +23,7 @@ from helpers.positions import permute, unpermute
 
 
 class Stored(NamedTuple):
-    """Where and how a file keeps one of our tensors; `{n}` in a name stands for the block's number."""
+    """Where and how a file keeps one of our tensors; `{n}` in a name is the block's number."""
 
     name: str
     transposed: bool = False  # (in, out) instead of nn.Linear's (out, in)
@@ -110,7 +110,8 @@ layouts_of_llama = _columns(
             "layers.{n}.attention.wo.weight",
             "blk.{n}.attn_output.weight",
         ),
-        # Hugging Face calls it after the attention that it follows; it is the norm before the feed-forward
+        # Hugging Face calls it after the attention that it follows;
+        # it is the norm before the feed-forward
         (
             "trf_blocks.{n}.norm2.weight",
             "model.layers.{n}.post_attention_layernorm.weight",
@@ -163,9 +164,10 @@ class DictReader:
 
 
 def assign(left, right, tensor_name="unknown"):
-    """Give the parameter `left` the values of `right` and return it: the same Parameter object, its own dtype.
+    """Give the parameter `left` the values of `right` and return it.
 
-    A parameter on the meta device becomes a real one on the device of `right`.
+    It stays the same Parameter object, with its own dtype. A parameter on the meta device becomes a
+    real one on the device of `right`.
 
     Errors   ValueError for another shape, with the tensor's name and both shapes
     """
@@ -185,12 +187,14 @@ def assign(left, right, tensor_name="unknown"):
 
 
 def load_weights(model, reader, layout, device=None):
-    """Fill `model` from `reader` by the names of `layout`: every tensor used once, or nothing written at all.
+    """Fill `model` from `reader` by the names of `layout`.
 
-    A model on the meta device gets its memory here, on `device`; one that has memory keeps it. On a CPU,
-    tensors of the right dtype stay mapped to the file instead of being copied.
+    Every tensor is used once, or nothing is written at all. A model on the meta device gets its
+    memory here, on `device`; one that has memory keeps it. On a CPU, tensors of the right dtype
+    stay mapped to the file instead of being copied.
 
-    Errors   ValueError lists missing, unexpected and wrongly shaped tensors by their names in the file
+    Errors   ValueError lists missing, unexpected and wrongly shaped tensors by their names in the
+             file
     """
     plan = plan_loading(model, reader, layout)
     meta = any(p.is_meta for p in model.parameters())
@@ -219,7 +223,10 @@ def load_weights(model, reader, layout, device=None):
 
 
 def plan_loading(model, reader, layout):
-    """Compare a file with a model before anything is written: our name -> (file's name, file's shape, Stored)."""
+    """Compare a file with a model before anything is written.
+
+    Returns  our name -> (file's name, file's shape, Stored)
+    """
     in_file, prefix = {}, layout.prefix
     for name in reader.names():
         plain = name.removeprefix(prefix)
@@ -259,7 +266,10 @@ def plan_loading(model, reader, layout):
 
 
 def use_embedding_as_head(model, reader, layout, in_file):
-    """Decide about the head: tied by the config, or by a file that has none unless the config forbids it."""
+    """Decide about the head: is it tied to the embedding?
+
+    It is tied by the config, or by a file that has none unless the config forbids it.
+    """
     tie, head, table = (
         model.cfg.tie_embeddings,
         layout.find("out_head.weight").name,
@@ -309,7 +319,7 @@ def from_file(tensor, stored, n_heads):
 
 
 def export_weights(model, layout):
-    """The model's tensors as a file of this layout keeps them: name -> tensor, a tied head left out."""
+    """The model's tensors as a file of this layout keeps them: name -> tensor, no tied head."""
     tensors, thirds = {}, {}
     for our_name, param in model.named_parameters():
         stored, tensor = layout.find(our_name), param.detach()
@@ -326,10 +336,11 @@ def export_weights(model, layout):
 
 
 def save_model(model, folder, tokenizer=None):
-    """Write config.json and model.safetensors as Hugging Face lays them out, and the tokenizer's files if given.
+    """Write config.json and model.safetensors as Hugging Face lays them out.
 
-    The folder appears whole or not at all: it is written beside its place and then renamed. transformers,
-    vLLM and llama.cpp's converter read it.
+    If a tokenizer is given, its files are written too. The folder appears whole or not at all: it
+    is written beside its place and then renamed. transformers, vLLM and llama.cpp's converter read
+    it.
 
     Errors   FileExistsError if the folder exists and is not empty
     """
@@ -350,6 +361,7 @@ def save_model(model, folder, tokenizer=None):
         for file in getattr(tokenizer, "files", ()):
             shutil.copy(file, scratch)
         for file in scratch.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner alone
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         scratch.chmod(0o755)
@@ -361,17 +373,21 @@ def save_model(model, folder, tokenizer=None):
 
 
 def load_weights_into_llama(model, param_config, params):
-    """Copy a dict of tensors into a Llama: Hugging Face's names, or Meta's, whose rows are then reordered.
+    """Copy a dict of tensors into a Llama, by Hugging Face's names or by Meta's.
 
-    `param_config` is not read, since the model knows its own sizes; it is there because code written for
-    the book passes it. Without a head among `params`, the head is tied to the embedding.
+    Meta's rows are then reordered. `param_config` is not read, since the model knows its own sizes;
+    it is there because code written for the book passes it. Without a head among `params`, the head
+    is tied to the embedding.
     """
     layout = "meta" if "tok_embeddings.weight" in params else "huggingface"
     load_weights(model, DictReader(params), model.layouts[layout])
 
 
 def load_weights_into_gpt(gpt, params):
-    """Copy GPT-2's weights into a GPTModel: a flat dict in Hugging Face's names, or the book's nested arrays."""
+    """Copy GPT-2's weights into a GPTModel.
+
+    `params` is a flat dict in Hugging Face's names, or the book's nested arrays.
+    """
     if "blocks" in params:
         flat = {
             "wte.weight": params["wte"],

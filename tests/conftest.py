@@ -40,7 +40,7 @@ def redraw(model, seed=0, std=0.2):
     """Weights at which a missing part shows: std 0.2, norms away from 1, biases away from 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() > 1:
                 p.normal_(0, std, generator=generator)
             else:

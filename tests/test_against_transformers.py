@@ -84,7 +84,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(name):
         assert torch.isfinite(out).all()
 
 
-# --- wrong twins: each differs from transformers where the right part does not ---------------------
+# --- wrong twins: each differs from transformers where the right part does not ----------
 
 
 def interleaved_rope(x, cos, sin):

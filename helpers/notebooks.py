@@ -1,0 +1,141 @@
+"""Run and tidy the notebooks, so that their stored outputs are those of one run from top to bottom.
+
+python -m helpers.notebooks             run all, tidy, store the outputs
+python -m helpers.notebooks 11          only those whose name begins with 11
+python -m helpers.notebooks --retime    also store new outputs of cells tagged nbval-ignore-output
+python -m helpers.notebooks --check     execute nothing; fail where tidying would change a file
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
+SAME_EVERYWHERE = {  # what a run uses, so that compared outputs are the same on every machine
+    "COURSE_MODEL": "smollm2-135m-instruct-q4",
+    "COURSE_DEVICE": "cpu",
+    "COURSE_DTYPE": "float32",
+    "HF_HUB_OFFLINE": "1",
+}
+SETUP = """\
+# Find the course's `helpers` (not on PyPI: they come with the course). The same in every notebook.
+import sys
+from pathlib import Path
+
+here = Path.cwd()
+places = [p for p in (here, *here.parents, *here.glob("*")) if (p / "helpers/skeleton.py").exists()]
+if not places:
+    raise ModuleNotFoundError("no folder with `helpers` here. On Colab: upload the course as a zip "
+                              "file, run  !unzip -q NAME.zip  and then this cell again.")
+sys.path.insert(0, str(places[0]))"""
+
+
+def notebook_files(prefixes=()):
+    """The notebooks in reading order, or those whose file names begin with one of `prefixes`."""
+    files = [p for p in sorted(FOLDER.rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
+    return [p for p in files if not prefixes or p.name.startswith(tuple(prefixes))]
+
+
+def tidied(notebook):
+    """A copy with the setup cell's text, tags as only metadata, and nothing that changes by itself."""
+    notebook = nbformat.from_dict(notebook)
+    notebook.metadata = nbformat.from_dict({
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    })  # fmt: skip
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for number, cell in enumerate(notebook.cells):
+        tags = cell.metadata.get("tags", [])
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        cell.id = f"cell-{number:02d}"
+        cell.source = cell.source.strip()
+        if "setup" in tags:
+            cell.source = SETUP
+        if cell.cell_type == "code":
+            for output in cell.outputs:
+                output.pop("metadata", None)
+                if output.output_type in ("execute_result", "display_data"):
+                    output.metadata = nbformat.from_dict({})
+                    output.data = {k: v for k, v in output.data.items() if "widget" not in k}
+    return notebook
+
+
+def run(path, retime=False):
+    """Execute a notebook from top to bottom and return it, tidied."""
+    from nbclient import NotebookClient
+
+    old = nbformat.read(path, as_version=4)
+    new = tidied(old)
+    env = {**os.environ, **SAME_EVERYWHERE, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    client = NotebookClient(new, timeout=600, kernel_name="python3", coalesce_streams=True,
+                            resources={"metadata": {"path": str(path.parent)}})  # fmt: skip
+    client.execute(env=env)
+    for before, after in zip(old.cells, new.cells, strict=True):
+        if after.cell_type == "code" and "nbval-ignore-output" in after.metadata.get("tags", []):
+            if before.get("outputs") and not retime:
+                after.outputs = before.outputs
+            else:
+                after.outputs = [o for o in after.outputs if o.get("name") != "stderr"]
+    return tidied(new)
+
+
+def problems(path):
+    """What tidying or a run from top to bottom would change, in words; nothing is executed."""
+    notebook = nbformat.read(path, as_version=4)
+    found = []
+    if nbformat.writes(tidied(notebook)) + "\n" != path.read_text(encoding="utf-8"):
+        found.append("is not tidy")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        found.append("was not run once from top to bottom")
+    outputs = [output for cell in code for output in cell.outputs]
+    if any(output.output_type == "error" for output in outputs):
+        found.append("has a cell that failed")
+    if any(output.get("name") == "stderr" for output in outputs):
+        found.append("has a cell that wrote to stderr")
+    if not outputs:
+        found.append("has no outputs")
+    return [f"{path.relative_to(ROOT)} {problem}" for problem in found]
+
+
+def readme():
+    """The README's text with the parts table as the classes give it now."""
+    from helpers.families import format_table, parts_table
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, mark, rest = text.partition("<!-- parts table -->\n")
+    return before + mark + format_table(parts_table()) + rest[rest.index("\n<!-- end -->") :]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m helpers.notebooks", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("prefixes", nargs="*", help="run only notebooks whose names begin so")
+    parser.add_argument(
+        "--retime", action="store_true", help="store new outputs of timed cells too"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="execute nothing, fail where a file would change"
+    )
+    args = parser.parse_args(arguments)
+    files = notebook_files(args.prefixes)
+    if args.check:
+        found = [problem for path in files for problem in problems(path)]
+        if readme() != (ROOT / "README.md").read_text(encoding="utf-8"):
+            found.append("README.md is not tidy: its parts table is not that of the classes")
+        print("\n".join(found) or f"{len(files)} notebooks are tidy")
+        return 1 if found else 0
+    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+    for path in files:
+        print(f"running {path.relative_to(ROOT)}", file=sys.stderr)
+        path.write_text(nbformat.writes(run(path, args.retime)) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

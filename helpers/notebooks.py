@@ -41,7 +41,7 @@ def notebook_files(prefixes=()):
 
 
 def tidied(notebook):
-    """A copy with the setup cell's text, tags as only metadata, and nothing that changes by itself."""
+    """A copy with the setup cell's text, tags as only metadata, nothing that changes by itself."""
     notebook = nbformat.from_dict(notebook)
     notebook.metadata = nbformat.from_dict({
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 import zipfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,12 +33,16 @@ from helpers.tokenizers import (
     ChatFormat,
     ChatMLFormat,
     GPT2Tokenizer,
+    JSONTokenizer,
     Llama2ChatFormat,
     Llama2Tokenizer,
     Llama3Tokenizer,
     SmolLM2Tokenizer,
 )
 from helpers.weights import load_weights, save_model
+
+# without ipywidgets, which the course does not need, tqdm draws its bars as text and warns about it
+warnings.filterwarnings("ignore", message=".*IProgress not found.*")
 
 
 class Known(NamedTuple):
@@ -365,36 +370,31 @@ def read_json(path):
 
 
 def load_tokenizer(folder, cfg):
-    """The tokenizer and chat format that a folder's files describe: (None, None) without them."""
-    settings = (
-        read_json(folder / "tokenizer_config.json")
-        if (folder / "tokenizer_config.json").exists()
-        else {}
-    )
-    template = settings.get("chat_template") or ""
+    """The tokenizer and chat format of a folder's files: (None, None) without such files."""
+    settings = folder / "tokenizer_config.json"
+    template = (read_json(settings) if settings.exists() else {}).get("chat_template") or ""
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     template = template if isinstance(template, str) else json.dumps(template)
-    meta = next(
-        (
-            p
-            for p in (folder / "tokenizer.model", folder / "original" / "tokenizer.model")
-            if p.exists()
-        ),
-        None,
-    )
-    if meta is not None and cfg.vocab_size > 100_000:
-        tokenizer = Llama3Tokenizer(meta)
-        return tokenizer, ChatFormat(tokenizer) if "<|start_header_id|>" in template else None
+    metas = [folder / "tokenizer.model", folder / "original" / "tokenizer.model"]
+    meta = next((path for path in metas if path.exists()), None)
     if meta is not None:
-        tokenizer = Llama2Tokenizer(meta)
-        return tokenizer, Llama2ChatFormat(tokenizer) if "[INST]" in template else None
-    if cfg.vocab_size == 50_257 and (folder / "tokenizer.json").exists():
+        tokenizer = (Llama3Tokenizer if cfg.vocab_size > 100_000 else Llama2Tokenizer)(meta)
+    elif not (folder / "tokenizer.json").exists():
+        return None, None
+    elif cfg.vocab_size == 50_257:
         return GPT2Tokenizer(), None
-    if (folder / "tokenizer.json").exists():
+    elif cfg.vocab_size == 49_152:
         tokenizer = SmolLM2Tokenizer(folder / "tokenizer.json")
-        return tokenizer, ChatMLFormat(tokenizer) if "<|im_start|>" in template else None
-    return None, None
+    else:
+        tokenizer = JSONTokenizer(folder / "tokenizer.json")
+    chats = {
+        "<|start_header_id|>": ChatFormat,
+        "<|im_start|>": ChatMLFormat,
+        "[INST]": Llama2ChatFormat,
+    }
+    chat = next((chat for mark, chat in chats.items() if mark in template), None)
+    return tokenizer, chat and chat(tokenizer)
 
 
 def stop_ids_of(folder, raw, tokenizer):

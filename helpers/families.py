@@ -74,6 +74,12 @@ def diff_families(old, new):
     return [(row, old[row], new[row]) for row in old if old[row] != new[row]]
 
 
+def print_diff(old, new):
+    """Print what changed between two families as a Markdown table; arguments as `diff_families`."""
+    names = [f if isinstance(f, str) else f.model_class.__name__ for f in (old, new)]
+    print(format_table([["part", *names], *map(list, diff_families(old, new))]))
+
+
 def lookup(name):
     if name not in FAMILIES:
         raise ValueError(f"no family {name!r}; known are {', '.join(FAMILIES)}")
@@ -94,8 +100,7 @@ def main(arguments):
     if not arguments:
         print(format_table(parts_table()))
     elif len(arguments) == 2:
-        old, new = arguments
-        print(format_table([["part", old, new], *map(list, diff_families(old, new))]))
+        print_diff(*arguments)
     else:
         raise ValueError(
             "give no argument for the parts table, or two families: python -m helpers.families "

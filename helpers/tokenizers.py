@@ -164,15 +164,17 @@ class Llama2Tokenizer:
         return self.model.decode(list(map(int, ids)))
 
 
-class SmolLM2Tokenizer:
-    """SmolLM2's 49,152 tokens, from a tokenizer.json or from the copy stored with the course.
+class JSONTokenizer:
+    """Any tokenizer.json of Hugging Face, by its tokenizers library.
+
+    It has a begin-of-text token if the file says that encoding begins with one.
 
     Errors   FileNotFoundError; ValueError for a file that is no tokenizer.json
     """
 
-    bos_id = None  # its models were trained without one
+    ENDS = ("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "</s>")
 
-    def __init__(self, path=DATA / "smollm2" / "tokenizer.json"):
+    def __init__(self, path):
         from tokenizers import Tokenizer
 
         path = Path(path)
@@ -182,44 +184,44 @@ class SmolLM2Tokenizer:
             self.model = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-        self.model.encode_special_tokens = (
-            True  # the library's words for: a special token's name is just text
-        )
+        self.model.encode_special_tokens = True  # the library's words for: a special name is text
+        self.model.no_truncation()
+        self.model.no_padding()
         self.n_vocab = self.model.get_vocab_size()
-        self.special = {
-            token.content: i
-            for i, token in self.model.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self.model.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
         settings = path.with_name("tokenizer_config.json")
         self.files = (path, settings) if settings.is_file() else (path,)
-        self.eos_id = self.special.get("<|im_end|>", self.special.get("<|endoftext|>"))
-        self.stop_ids = {
-            self.special[name] for name in ("<|im_end|>", "<|endoftext|>") if name in self.special
-        }
+        ends = [self.special[name] for name in self.ENDS if name in self.special]
+        self.stop_ids, self.eos_id = set(ends), ends[0] if ends else None
+        self.bos_id = next(iter(self.model.encode("", add_special_tokens=True).ids), None)
 
     def encode(self, text, bos=False, eos=False, *, allowed_special=()):
         """Text -> list of ids. `allowed_special` is "all" or a collection of names."""
-        if bos:
+        if bos and self.bos_id is None:
             raise ValueError("this tokenizer has no begin-of-text token")
         allowed = set(self.special) if allowed_special == "all" else set(allowed_special or ())
         if unknown := sorted(allowed - set(self.special)):
             raise ValueError(f"{unknown[0]!r} is no special token of this tokenizer")
-        pieces = (
-            re.split("(" + "|".join(map(re.escape, allowed)) + ")", text) if allowed else [text]
-        )
-        ids = []
-        for piece in pieces:
-            ids += (
-                [self.special[piece]]
-                if piece in allowed
-                else self.model.encode(piece, add_special_tokens=False).ids
-            )
+        cut = "(" + "|".join(map(re.escape, allowed)) + ")"
+        ids = [self.bos_id] * bos
+        for piece in re.split(cut, text) if allowed else [text]:
+            if piece in allowed:
+                ids.append(self.special[piece])
+            else:
+                ids += self.model.encode(piece, add_special_tokens=False).ids
         return ids + [self.eos_id] * eos
 
     def decode(self, ids):
         """Ids -> text, special tokens by their names."""
         return self.model.decode(list(map(int, ids)), skip_special_tokens=False)
+
+
+class SmolLM2Tokenizer(JSONTokenizer):
+    """SmolLM2's 49,152 tokens, from its tokenizer.json or from the copy stored with the course."""
+
+    def __init__(self, path=DATA / "smollm2" / "tokenizer.json"):
+        super().__init__(path)
 
 
 class StreamDecoder:

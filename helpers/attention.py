@@ -46,7 +46,9 @@ def attend_sdpa(queries, keys, values, mask=None, dropout=0.0):
     Shapes   as attend_plain
     Source   Dao 2023, arXiv:2307.08691 (FlashAttention-2), through scaled_dot_product_attention
     """
-    T, S = queries.shape[2], keys.shape[2]
+    T, S, share = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+    if share > 1 and queries.device.type == "mps":  # enable_gqa is not reliable there
+        keys, values = (t.repeat_interleave(share, dim=1) for t in (keys, values))
     causal = mask is None and T == S
     if mask is not None:
         mask = ~mask[..., :T, :S]  # PyTorch's boolean mask is True where a query may look

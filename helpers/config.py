@@ -10,6 +10,18 @@ import torch
 ROPE_FREQ_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context_length")
 
 
+class _FixedDict(dict):
+    """The rope_freq of a Config, which does not change either."""
+
+    def __setitem__(self, key, value):
+        raise TypeError(f"a Config does not change: {key!r} of its rope_freq cannot be set")
+
+    __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = __setitem__
+
+    def __reduce__(self):
+        return type(self), (dict(self),)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Config(Mapping):
     """The sizes and switches of one model: frozen, checked, and readable like a dict.
@@ -47,7 +59,7 @@ class Config(Mapping):
         for name in ("qkv_bias", "bias"):
             if not isinstance(self[name], bool):
                 raise ValueError(f"{name}={self[name]!r} must be True or False")
-        if self.tie_embeddings not in (True, False, None):
+        if not (self.tie_embeddings is None or isinstance(self.tie_embeddings, bool)):
             raise ValueError(f"tie_embeddings={self.tie_embeddings!r} must be True, False or None")
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise ValueError(
@@ -75,6 +87,7 @@ class Config(Mapping):
                 )
         if self.rope_freq is not None:
             check_rope_freq(self.rope_freq)
+            object.__setattr__(self, "rope_freq", _FixedDict(self.rope_freq))
 
     def _whole_number(self, name):
         value = self[name]
@@ -101,7 +114,8 @@ class Config(Mapping):
     def __getitem__(self, key):
         if key not in FIELDS:
             raise KeyError(key)
-        return getattr(self, key)
+        value = getattr(self, key)
+        return dict(value) if isinstance(value, _FixedDict) else value  # a copy may be changed
 
     def __iter__(self):
         return iter(FIELDS)

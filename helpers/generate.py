@@ -5,6 +5,7 @@ python -m helpers.generate "What do llamas eat?"
 
 import argparse
 import itertools
+import operator
 import os
 import sys
 import time
@@ -34,7 +35,8 @@ def next_token(logits, temperature=0.0, top_k=None, top_p=None, generator=None):
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: no overflow
     if top_k is not None:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -48,7 +50,11 @@ def next_token(logits, temperature=0.0, top_k=None, top_p=None, generator=None):
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
-def check_sampling(temperature, top_k, top_p):
+def check_sampling(temperature, top_k, top_p, max_new_tokens=0, seed=None):
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed} must be a whole number from 0 to 2**63 - 1")
     if not temperature >= 0 or temperature == float("inf"):
         raise ValueError(
             f"temperature={temperature} must be at least 0 and finite; 0 takes the likeliest token"
@@ -185,13 +191,25 @@ def stream_ids(
     return itertools.takewhile(lambda token: token not in stops, (token.item() for token in steps))
 
 
-def stream(model, tokenizer, prompt_ids, max_new_tokens, *args, **kwargs):
+def stream(
+    model,
+    tokenizer,
+    prompt_ids,
+    max_new_tokens,
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    eos_id=None,
+    seed=None,
+    use_cache=True,
+):
     """Yield the answer to one prompt as text, piece by piece, never half a character.
 
-    Arguments as `stream_ids`; without an eos_id it ends at the tokenizer's `stop_ids`.
+    Without an eos_id it ends at the tokenizer's `stop_ids`.
     """
-    kwargs.setdefault("eos_id", tokenizer.stop_ids)
-    ids = stream_ids(model, prompt_ids, max_new_tokens, *args, **kwargs)
+    stops = tokenizer.stop_ids if eos_id is None else eos_id
+    settings = (temperature, top_k, top_p, stops, seed, use_cache)
+    ids = stream_ids(model, prompt_ids, max_new_tokens, *settings)
     return decode_stream(ids, StreamDecoder(tokenizer, context=prompt_ids))
 
 
@@ -244,10 +262,7 @@ class _evaluating:
     """Dropout off inside, and the model's mode afterwards as it was."""
 
     def __init__(self, model):
-        self.model, self.training = (
-            model,
-            [m for m in model.modules() if m.training] if model.training else [],
-        )
+        self.model, self.training = model, [m for m in model.modules() if m.training]
 
     def __enter__(self):
         if self.training:
@@ -281,7 +296,13 @@ def _collect(steps, B, eos_id, device):
 
 
 def _stop_tensor(eos_id, device):
-    ids = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else sorted(eos_id)
+    """None, one id (an int of any library) or a collection of ids -> (n,) tensor."""
+    if eos_id is None:
+        ids = []
+    elif hasattr(eos_id, "__index__") and not getattr(eos_id, "ndim", 0):
+        ids = [operator.index(eos_id)]
+    else:
+        ids = sorted(map(int, eos_id))
     return torch.tensor(ids, dtype=torch.long, device=device)
 
 
@@ -289,13 +310,13 @@ def check_request(
     model, prompts, max_new_tokens, temperature=0.0, top_k=None, top_p=None, context_size=None
 ):
     """Refuse what cannot be continued, before anything is computed."""
-    check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p, max_new_tokens)
+    if not all(isinstance(prompt, list) for prompt in prompts):
+        raise ValueError("ids must have two axes, (B, T): idx[None] makes a batch of one row")
     if not prompts or not all(prompts):
         raise ValueError(
             "a prompt is empty: give at least one token (a begin-of-text token, for instance)"
         )
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
     vocab_size, context = model.cfg["vocab_size"], model.cfg["context_length"]
     for prompt in prompts:
         if min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -347,7 +368,7 @@ def main(arguments=None):
     )
     args = parser.parse_args(arguments)
     try:
-        check_sampling(args.temperature, args.top_k, args.top_p)
+        check_sampling(args.temperature, args.top_k, args.top_p, args.max_new_tokens, args.seed)
         return _answer(args)
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone (| head)

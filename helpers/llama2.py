@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import torch
+
 from helpers.attention import GroupedQueryAttention
 from helpers.config import complete
 from helpers.feed_forward import FeedForward, SiLU
 from helpers.generate import generate, generate_text_simple
 from helpers.llama1 import LLAMA1_CONFIG_7B, LLAMA1_CONFIG_13B, Llama1Model
 from helpers.norms import RMSNorm
+from helpers.positions import RoPE
 from helpers.positions import apply_rope as compute_rope  # older names of the same functions
 from helpers.positions import compute_rope_params as precompute_rope_params
 from helpers.skeleton import PreNormBlock
@@ -48,10 +51,19 @@ class Llama2Model(Llama1Model):
 
 
 class TransformerBlock(PreNormBlock):
-    """One block of Llama 2, built from the config alone."""
+    """One block of Llama 2, built from the config alone; without cos and sin it makes its own."""
+
+    model_class = Llama2Model
 
     def __init__(self, cfg):
-        super().__init__(complete(cfg, Llama2Model.defaults), Llama2Model.parts)
+        cfg = complete(cfg, self.model_class.defaults)
+        super().__init__(cfg, self.model_class.parts)
+        self.pos_emb = RoPE.from_config(cfg)
+
+    def forward(self, x, mask=None, cos=None, sin=None, cache=None):
+        if cos is None:
+            x, cos, sin = self.pos_emb.place(x, torch.arange(x.shape[1], device=x.device))
+        return super().forward(x, mask, cos, sin, cache)
 
 
 LLAMA2_CONFIG_7B = replace(LLAMA1_CONFIG_7B, context_length=4096, norm_eps=1e-5)

@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 from helpers.attention import GroupedQueryAttention, attend_sdpa
-from helpers.config import complete
 from helpers.feed_forward import FeedForward
 from helpers.generate import generate, generate_text_simple, generate_text_simple_stream
 from helpers.llama2 import LLAMA2_CONFIG_7B, LLAMA2_CONFIG_70B, Llama2Model
+from helpers.llama2 import TransformerBlock as Llama2Block
 from helpers.positions import apply_rope, compute_rope_params
-from helpers.skeleton import PreNormBlock
 from helpers.tokenizers import ChatFormat, Llama3Tokenizer, clean_text
 from helpers.weights import assign, load_weights_into_llama
 
@@ -52,11 +51,10 @@ class Llama3ModelFast(Llama3Model):
     parts = replace(Llama3Model.parts, attend=attend_sdpa)
 
 
-class TransformerBlock(PreNormBlock):
-    """One block of Llama 3, built from the config alone."""
+class TransformerBlock(Llama2Block):
+    """One block of Llama 3, built from the config alone; without cos and sin it makes its own."""
 
-    def __init__(self, cfg):
-        super().__init__(complete(cfg, Llama3Model.defaults), Llama3Model.parts)
+    model_class = Llama3Model
 
 
 LLAMA3_CONFIG_8B = replace(

@@ -50,13 +50,16 @@ def read_config(raw, where="config.json"):
     if not isinstance(raw, dict):
         raise ValueError(f"{where} must hold one JSON object, not {type(raw).__name__}")
     model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        known = ", ".join(sorted(MODEL_TYPES))
+        raise ValueError(f"{where} says model_type={model_type!r}; known are {known}")
+    if raw.get("quantization_config") is not None:
         raise ValueError(
-            f"{where} says model_type={model_type!r}; known are {', '.join(sorted(MODEL_TYPES))}"
+            f"{where} has a quantization_config: quantised weights are read from GGUF files only"
         )
     model_class = MODEL_TYPES[model_type]
     for key, only in (GPT2_FIXED if model_type == "gpt2" else LLAMA_FIXED).items():
-        if raw.get(key, only) != only:
+        if raw.get(key) is not None and raw[key] != only:
             raise ValueError(f"{where} says {key}={raw[key]!r}; only {only!r} is implemented")
     values = {
         ours: raw[theirs]
@@ -94,7 +97,7 @@ def dtype_named(name):
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if isinstance(name, torch.dtype):
         return name
-    if name not in dtypes:
+    if not isinstance(name, str) or name not in dtypes:
         raise ValueError(f"dtype={name!r}: known are {', '.join(dtypes)}")
     return dtypes[name]
 
@@ -106,12 +109,16 @@ def read_rope(raw, where):
     """
     settings = raw.get("rope_parameters")
     if settings is None:
-        settings = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+        settings = raw.get("rope_scaling") or {}
     if not isinstance(settings, dict):
         raise ValueError(f"{where}: rope_parameters={settings!r} must be an object")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ("default", "llama3"):
         raise ValueError(f"{where} asks for RoPE of type {kind!r}; known are default and llama3")
+    known = {"rope_type", "type", "rope_theta"}
+    known |= set(ROPE_FREQ_NAMES.values()) if kind == "llama3" else set()
+    if unknown := [key for key in settings if key not in known and settings[key] is not None]:
+        raise ValueError(f"{where}: RoPE of type {kind!r} has no {unknown[0]!r} here")
     base = settings.get("rope_theta", raw.get("rope_theta"))
     if base is None:
         length = raw.get("max_position_embeddings")
@@ -163,7 +170,8 @@ def read_params(raw, reader, where="params.json"):
 
     The file knows neither the context length nor the rescaling factor of Llama 3.1 and 3.2: these
     are those of the published model with the same sizes, and another model that asks for rescaling
-    is refused.
+    is refused. Without rescaling the length is that of the published models with the same RoPE
+    base (and epsilon), else 2048, the shortest of any Llama.
     """
     try:
         emb_dim, n_heads, n_layers, eps = (
@@ -191,9 +199,8 @@ def read_params(raw, reader, where="params.json"):
             f"{where} asks for rescaled RoPE (use_scaled_rope) but does not give the factor, and "
             f"no published Llama has dim={emb_dim}, n_heads={n_heads}, n_layers={n_layers}"
         )
-    context_length = (
-        known.context_length if longer else 8192 if base > 10_000 else 4096 if eps > 2e-6 else 2048
-    )
+    lengths = {10_000: 4096 if eps > 2e-6 else 2048, 500_000: 8192, 1_000_000: 16_384}
+    context_length = known.context_length if longer else lengths.get(base, 2048)
     return Llama3Model, Config(
         vocab_size=vocab_size if vocab_size != -1 else rows["tok_embeddings.weight"],
         context_length=context_length,

@@ -21,6 +21,14 @@ SAME_EVERYWHERE = {  # what a run uses, so that compared outputs are the same on
     "COURSE_DTYPE": "float32",
     "HF_HUB_OFFLINE": "1",
 }
+REPOSITORY = ""  # OWNER/NAME where the course can be fetched from; empty until it is published
+LINE = {  # lesson -> the parts of the running model that it changes, and the family it heads for
+    "01": ((), "Llama 2"),
+    "02": (("norm",), "Llama 2"),
+    "03": (("feed-forward",), "Llama 2"),
+    "04": (("positions",), "Llama 2"),
+    "05": (("biases", "dropout", "head", "tokenizer", "context"), "Llama 2"),
+}
 SETUP = """\
 # Find the course's `helpers` (not on PyPI: they come with the course). The same in every notebook.
 import sys
@@ -40,8 +48,67 @@ def notebook_files(prefixes=()):
     return [p for p in files if not prefixes or p.name.startswith(tuple(prefixes))]
 
 
-def tidied(notebook):
-    """A copy with the setup cell's text, tags as only metadata, nothing that changes by itself."""
+def title(path):
+    """The notebook's first heading, without the mark."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        for line in cell.source.splitlines():
+            if line.startswith("# "):
+                return line[2:].strip()
+    raise ValueError(f"{path} has no heading that begins with '# '")
+
+
+def navigation(path):
+    """Links to the neighbours, the contents, and to Colab once there is a repository."""
+    files = [p for p in notebook_files() if p.parent == path.parent]
+    at = files.index(path)
+    links = [f"[< {title(files[at - 1])}]({files[at - 1].name})"] if at else []
+    up = "../" * (len(path.relative_to(ROOT).parts) - 1)
+    links.append(f"[Contents]({up}README.md)")
+    if at + 1 < len(files):
+        links.append(f"[{title(files[at + 1])} >]({files[at + 1].name})")
+    if REPOSITORY:
+        where = f"{REPOSITORY}/blob/main/{path.relative_to(ROOT).as_posix()}"
+        links.append(f"[Open in Colab](https://colab.research.google.com/github/{where})")
+    return " | ".join(links)
+
+
+def lesson_table(path, done):
+    """The parts table of one lesson: GPT-2, the running model, and where it goes.
+
+    The part that this lesson changes is marked; `done` shows the model after the lesson.
+    """
+    from helpers.families import FAMILIES, describe, format_table
+
+    number = path.name[:2]
+    changes, goal = LINE[number]
+    start, end = describe(*FAMILIES["GPT-2"]), describe(*FAMILIES[goal])
+    before = {row for lesson, (rows, _) in LINE.items() if lesson < number for row in rows}
+    rows = [["part", "GPT-2", "the running model", goal]]
+    for row in start:
+        if row in ("norm epsilon", "block"):
+            continue
+        changed = row in before or (done and row in changes)
+        now, mark = end[row] if changed else start[row], row in changes
+        rows.append(
+            [f"**{row}**" if mark else row, start[row], f"**{now}**" if mark else now, end[row]]
+        )
+    return format_table(rows)
+
+
+def generated(cell, path):
+    """The text of a cell whose tag says that it is written here, or None."""
+    tags = cell.metadata.get("tags", [])
+    if "setup" in tags:
+        return SETUP
+    if "navigation" in tags:
+        return navigation(path)
+    if "parts-table" in tags:
+        return lesson_table(path, done="done" in tags)
+    return None
+
+
+def tidied(notebook, path):
+    """A copy with the generated cells, tags as only metadata, nothing that changes by itself."""
     notebook = nbformat.from_dict(notebook)
     notebook.metadata = nbformat.from_dict({
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -53,8 +120,7 @@ def tidied(notebook):
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
         cell.id = f"cell-{number:02d}"
         cell.source = cell.source.strip()
-        if "setup" in tags:
-            cell.source = SETUP
+        cell.source = generated(cell, path) or cell.source
         if cell.cell_type == "code":
             for output in cell.outputs:
                 output.pop("metadata", None)
@@ -69,7 +135,7 @@ def run(path, retime=False):
     from nbclient import NotebookClient
 
     old = nbformat.read(path, as_version=4)
-    new = tidied(old)
+    new = tidied(old, path)
     env = {**os.environ, **SAME_EVERYWHERE, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     client = NotebookClient(new, timeout=600, kernel_name="python3", coalesce_streams=True,
                             resources={"metadata": {"path": str(path.parent)}})  # fmt: skip
@@ -80,14 +146,14 @@ def run(path, retime=False):
                 after.outputs = before.outputs
             else:
                 after.outputs = [o for o in after.outputs if o.get("name") != "stderr"]
-    return tidied(new)
+    return tidied(new, path)
 
 
 def problems(path):
     """What tidying or a run from top to bottom would change, in words; nothing is executed."""
     notebook = nbformat.read(path, as_version=4)
     found = []
-    if nbformat.writes(tidied(notebook)) + "\n" != path.read_text(encoding="utf-8"):
+    if nbformat.writes(tidied(notebook, path)) + "\n" != path.read_text(encoding="utf-8"):
         found.append("is not tidy")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):

@@ -48,6 +48,8 @@ class RoPE(nn.Module):
         super().__init__()
         with torch.device("cpu"):
             cos, sin = compute_rope_params(head_dim, theta_base, context_length, freq_config)
+        if torch.get_default_device().type != "meta":
+            cos, sin = cos.to(torch.get_default_device()), sin.to(torch.get_default_device())
         self.register_buffer("cos", cos, persistent=False)  # (context_length, E)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -75,6 +75,9 @@ class SafetensorsReader:
     def shape(self, name, wanted):
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def is_float(self, name):
+        return self._handle(name).get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16")
+
     def read(self, name, wanted):
         return self._handle(name).get_tensor(name)
 
@@ -117,6 +120,9 @@ class MetaReader:
     def shape(self, name, wanted):
         shapes = [tuple(shard[name].shape) for shard in self._shards()]
         return wanted if _joining_axis(shapes, wanted) is not None else shapes[0]
+
+    def is_float(self, name):
+        return all(shard[name].is_floating_point() for shard in self._shards())
 
     def count(self, name):
         """Numbers in all shards of a tensor together."""
@@ -187,6 +193,9 @@ class GGUFReader:
         return tuple(
             int(n) for n in self.tensors[name].shape[::-1]
         )  # GGUF counts axes from the fastest
+
+    def is_float(self, name):
+        return True  # blocks of small integers are turned back into floats
 
     def read(self, name, wanted):
         tensor = self.tensors[name]

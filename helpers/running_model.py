@@ -1,7 +1,7 @@
 """The small model that keeps running through Part I: one config, one short text, one training loop.
 
-After a swap a lesson asks three questions, and this file answers them: which tensors stayed as
-they were, to the last bit, how many parameters came or went, and how the loss falls in the same 100 steps.
+After a swap a lesson asks three questions, and this file answers them: which tensors are the same
+to the last bit, how many parameters came or went, how the loss falls in the same 100 steps.
 """
 
 import copy

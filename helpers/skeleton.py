@@ -84,6 +84,7 @@ class Skeleton(nn.Module):
         self.out_head = nn.Linear(cfg.emb_dim, cfg.vocab_size, bias=False, dtype=cfg.dtype)
         if cfg.tie_embeddings:
             self.tie()
+        self.register_load_state_dict_post_hook(_tie_after_loading)
 
     def parts_for(self, layer):
         """The parts of block number `layer`, counted from 0."""
@@ -119,7 +120,7 @@ class Skeleton(nn.Module):
     # Tied means one tensor, also after .to(), to_empty() and load_state_dict(assign=True)
     @property
     def tied(self):
-        return self.out_head.weight is self.tok_emb.weight
+        return getattr(self.out_head, "weight", None) is self.tok_emb.weight
 
     def tie(self):
         """Make the head use the embedding's own tensor."""
@@ -132,24 +133,26 @@ class Skeleton(nn.Module):
             self.tie()
         return self
 
-    def load_state_dict(self, state_dict, strict=True, assign=False):
-        tied, head, table = (
-            self.tied,
-            state_dict.get("out_head.weight"),
-            state_dict.get("tok_emb.weight"),
-        )
-        if tied and head is None and table is not None:
-            state_dict = {**state_dict, "out_head.weight": table}
-        elif tied and table is not None and not torch.equal(head, table):
-            raise ValueError(
-                "the head of this model is tied to its embedding, but the state dict holds "
-                "two different matrices: "
-                'build the model with {**cfg, "tie_embeddings": False} to keep both'
-            )
-        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        if tied:
-            self.tie()
-        return result
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        """A tied model takes its one matrix under either name, and refuses two different ones."""
+        names = [prefix + name for name in ("tok_emb.weight", "out_head.weight")]
+        given = [name for name in names if name in state_dict]
+        self._tie_again = self.tied and bool(given)
+        if self._tie_again:
+            if len(given) == 2 and not torch.equal(*(state_dict[name] for name in names)):
+                raise ValueError(
+                    "the head of this model is tied to its embedding, but the state dict holds two "
+                    'different matrices: build the model with {**cfg, "tie_embeddings": False} '
+                    "to keep both"
+                )
+            for name in names:
+                state_dict[name] = state_dict[given[0]]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _tie_after_loading(model, keys):
+    if model._tie_again:
+        model.tie()
 
 
 def padding_mask(padding, T, S):

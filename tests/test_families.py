@@ -262,3 +262,41 @@ def test_gpt2_drops_out_only_while_training():
     assert torch.equal(model(ids), model(ids))
     assert isinstance(llama1.Llama1Model(SMALL).trf_blocks[0].att, GroupedQueryAttention)
     assert set(FAMILIES) == set(parts_table()[0][1:])
+
+
+def test_a_head_alone_goes_into_a_tied_model_and_containers_keep_the_tie():
+    cfg = {**SMALL, "n_kv_groups": 2, "tie_embeddings": True}
+    for assign in (False, True):
+        model = llama3.Llama3Model(cfg)
+        head = torch.full_like(model.out_head.weight, 7.0)
+        model.load_state_dict({"out_head.weight": head}, strict=False, assign=assign)
+        assert tied(model) and (model.tok_emb.weight == 7).all()
+    wrapper = torch.nn.Sequential(llama3.Llama3Model(cfg))
+    wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()), assign=True)
+    assert tied(wrapper[0])
+
+
+def test_a_preset_cannot_be_changed_through_its_copies():
+    preset = llama3.LLAMA31_CONFIG_8B
+    for changed in (preset.copy(), {**preset}, preset | {}):
+        changed["rope_freq"]["factor"] = 2.0
+    assert preset.rope_freq["factor"] == llama3.LLAMA31_CONFIG_70B["rope_freq"]["factor"] == 8.0
+    with pytest.raises(TypeError, match="does not change"):
+        preset.rope_freq["factor"] = 2.0
+    with pytest.raises(ValueError, match="tie_embeddings=0"):
+        gpt2.GPTModel({**SMALL, "tie_embeddings": 0})
+    assert pickle.loads(pickle.dumps(preset)).rope_freq == copy.deepcopy(preset).rope_freq
+
+
+def test_a_block_of_the_books_llama_rotates_by_itself():
+    for module in (llama2, llama3):
+        block = module.TransformerBlock(
+            {**SMALL, "hidden_dim": 24, "n_kv_groups": 2, "dtype": torch.float32}
+        )
+        x = torch.randn(1, 9, 16)
+        shuffled = torch.cat([x[:, :8].flip(1), x[:, 8:]], dim=1)
+        assert not torch.allclose(block(x)[:, -1], block(shuffled)[:, -1], atol=1e-4)
+        base = 500_000.0 if module is llama3 else 10_000.0
+        cos, sin = llama3.compute_rope_params(4, base, 32)
+        assert torch.equal(block(x), block(x, None, cos, sin))
+        assert not any("pos_emb" in key for key in block.state_dict())

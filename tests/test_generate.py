@@ -269,7 +269,7 @@ def test_the_cache_is_made_once_and_counts_itself(model):
     cache, cfg = KVCache(model, 3, 100), model.cfg
     head = cfg.emb_dim // cfg.n_heads
     assert cache.cache_bytes == 2 * cfg.n_layers * 3 * cfg.n_kv_groups * 100 * head * 4
-    addresses = [layer.keys.data_ptr() for layer in cache.layers]
+    addresses = [keys.data_ptr() for keys in cache.keys]
     ids = token_ids("llama3_2", batch=3)
     with torch.no_grad():
         wanted = model(ids[:, :20], cache)
@@ -278,7 +278,7 @@ def test_the_cache_is_made_once_and_counts_itself(model):
         assert torch.equal(
             model(ids[:, :20], cache), wanted
         )  # a second prompt does not see the first
-    assert addresses == [layer.keys.data_ptr() for layer in cache.layers]
+    assert addresses == [keys.data_ptr() for keys in cache.keys]
 
 
 def test_what_does_not_fit_into_the_cache_is_refused_and_changes_nothing(model):
@@ -298,4 +298,67 @@ def test_a_cache_in_bfloat16_has_the_models_dtype(model):
     import copy
 
     half = copy.deepcopy(model).to(torch.bfloat16)
-    assert KVCache(half, 1, 8)[0].keys.dtype == torch.bfloat16
+    assert KVCache(half, 1, 8).keys[0].dtype == torch.bfloat16
+
+
+def test_a_cache_is_freed_as_soon_as_nobody_needs_it(model):
+    import gc
+    import weakref
+
+    gc.disable()
+    try:
+        cache = KVCache(model, 1, 16)
+        with torch.no_grad():
+            model(token_ids("llama3_2")[:1, :8], cache)
+        kept = weakref.ref(cache.keys[0])
+        del cache
+        assert kept() is None  # no reference cycle waits for the garbage collector
+    finally:
+        gc.enable()
+
+
+def test_lora_of_the_book_works():
+    class WithLoRA(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear, self.a = (
+                linear,
+                torch.nn.Linear(linear.in_features, linear.out_features, bias=False),
+            )
+
+        def forward(self, x):
+            return self.linear(x) + self.a(x)
+
+    def wrap(module):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, WithLoRA(child))
+            else:
+                wrap(child)
+
+    wrapped = ours(reference("llama3_8b"))
+    wrap(wrapped)
+    wrapped.to(torch.float32)
+    ids = token_ids("llama3_8b")[:, :8]
+    assert torch.equal(generate(wrapped, ids, 5), generate(wrapped, ids, 5, use_cache=False))
+
+
+def test_stop_tokens_of_any_kind_of_integer_and_extreme_temperatures(model):
+    import numpy as np
+
+    prompt = token_ids("llama3_2")[0, :10].tolist()
+    plain = first_tokens(model, prompt)
+    for stop in (np.int64(plain[4]), torch.tensor(plain[4]), {np.int64(plain[4])}, [plain[4]]):
+        assert generate_batch(model, [prompt], 30, eos_id=stop) == [plain[: plain.index(plain[4])]]
+    cold = generate_batch(model, [prompt], 10, temperature=1e-40, seed=0)
+    assert cold == [plain[:10]]
+    with pytest.raises(ValueError, match=r"two axes, \(B, T\)"):
+        generate(model, torch.tensor(prompt), 3)
+
+
+def test_dropout_of_a_single_part_is_off_too():
+    gpt = ours(reference("gpt2"), drop_rate=0.5).eval()
+    gpt.trf_blocks[0].train()
+    ids = token_ids("gpt2")[:, :10]
+    assert torch.equal(generate(gpt, ids, 8), generate(gpt, ids, 8))
+    assert gpt.trf_blocks[0].training and not gpt.training

@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from helpers.llama3 import ChatFormat, Llama3Tokenizer, clean_text
 from helpers.tokenizers import (
     DATA,
+    LLAMA3_PATTERN,
     ChatMLFormat,
     GPT2Tokenizer,
+    JSONTokenizer,
     Llama2ChatFormat,
     Llama2Tokenizer,
     SmolLM2Tokenizer,
@@ -65,9 +67,8 @@ def test_text_of_a_user_never_becomes_a_special_token(name, tokenizers):
             allowed = tokenizer.encode(f"a {special} b", allowed_special={special})
             assert allowed.count(tokenizer.special[special]) == 1
             assert allowed == tokenizer.encode(f"a {special} b", allowed_special="all")
-    if name != "mistral_7b_v1":
-        with pytest.raises(ValueError, match="no special token"):
-            tokenizer.encode("x", allowed_special={"<|nonsense|>"})
+    # the book's code allows GPT-2's token to every tokenizer
+    assert tokenizer.encode("x", allowed_special={"<|nonsense|>"}) == tokenizer.encode("x")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -219,6 +220,28 @@ def test_a_conversation_out_of_order_is_refused(roles, tokenizers):
                  Llama2ChatFormat(tokenizers["mistral_7b_v1"])):  # fmt: skip
         with pytest.raises(ValueError, match="must be an optional system"):
             chat.encode_dialog([{"role": role, "content": "x"} for role in roles])
+
+
+def test_any_tokenizer_json_is_read_by_what_it_says(tokenizers, llama3_tokenizer_file, tmp_path):
+    """Llama 3's own vocabulary as Hugging Face writes it, with its begin-of-text token."""
+    from tokenizers import processors
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    llama3 = tokenizers["llama3"]
+    names = sorted(llama3.special, key=llama3.special.get)
+    converted = TikTokenConverter(
+        str(llama3_tokenizer_file), pattern=LLAMA3_PATTERN, extra_special_tokens=names
+    ).converted()
+    bos = "<|begin_of_text|>"
+    converted.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 128_000)]
+    )
+    converted.save(str(tmp_path / "tokenizer.json"))
+    read = JSONTokenizer(tmp_path / "tokenizer.json")
+    assert (read.bos_id, read.stop_ids) == (128_000, {128_001, 128_008, 128_009})
+    for text in [*TEXTS, "a <|eot_id|> b"]:
+        assert read.encode(text, bos=True) == llama3.encode(text, bos=True)
+    assert ChatFormat(read).encode_dialog(ROUNDS) == ChatFormat(llama3).encode_dialog(ROUNDS)
 
 
 # --- streaming ----------

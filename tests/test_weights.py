@@ -565,3 +565,89 @@ def test_readers_say_what_a_folder_lacks(tmp_path):
         MetaReader(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither config.json"):
         load_model(tmp_path)
+
+
+# --- what a careful reader found ----------
+
+
+def test_a_second_file_does_not_overwrite_a_tied_embedding():
+    theirs = reference("llama3_8b")  # it has a head of its own
+    state, cfg = theirs.state_dict(), {**ours(theirs).cfg, "tie_embeddings": None}
+    model = llama3.Llama3Model(cfg)
+    load_weights_into_llama(model, cfg, {k: v for k, v in state.items() if k != "lm_head.weight"})
+    assert model.tied and model.cfg.tie_embeddings
+    with pytest.raises(ValueError, match=r"lm_head.weight differs"):
+        load_weights_into_llama(model, cfg, state)
+    assert torch.equal(model.tok_emb.weight, theirs.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3_2"])
+def test_a_dictionary_is_copied_also_into_an_empty_model(name):
+    theirs = reference(name)
+    state = {k: v.clone() for k, v in theirs.state_dict().items()}
+    copies = {k: v.clone() for k, v in state.items()}
+    filled = ours(theirs)
+    with torch.device("meta"):
+        model = type(filled)(filled.cfg)
+    load_weights(model, DictReader(state), model.layouts["huggingface"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(9)
+    assert all(torch.equal(state[k], copies[k]) for k in state)
+
+
+def test_numbers_that_are_no_floats_are_refused(tmp_path):
+    saved("smollm2", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**state, name: state[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"no floating-point numbers: {name}"):
+        load_model(tmp_path)
+
+
+def test_a_gpt2_without_qkv_biases_can_be_saved_and_loaded(tmp_path):
+    model = ours(reference("gpt2"))
+    plain = redraw(gpt2.GPTModel({**model.cfg, "qkv_bias": False}))
+    save_model(plain, tmp_path / "saved")
+    again = load_model(tmp_path / "saved").model
+    assert again.cfg.qkv_bias and not again.trf_blocks[0].att.W_key.bias.any()
+    ids = token_ids("gpt2")
+    assert torch.allclose(logits(again, ids), logits(plain, ids), atol=1e-5)
+
+
+def test_a_model_that_is_no_longer_its_config_is_not_saved(tmp_path):
+    model = ours(reference("gpt2"))
+    model.out_head = torch.nn.Linear(48, 2, bias=False)
+    with pytest.raises(ValueError, match=r"out_head.weight \(2, 48\) is not what"):
+        save_model(model, tmp_path / "saved")
+    model = ours(reference("smollm2"))
+    model.trf_blocks[0].ff.fc1 = torch.nn.Sequential(model.trf_blocks[0].ff.fc1)
+    with pytest.raises(ValueError, match=r"fc1.0.weight"):
+        save_model(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_stop_tokens_and_templates_travel_with_the_model(tmp_path, llama3_tokenizer_file):
+    model = ours(reference("llama3_2"))
+    save_model(model, tmp_path / "bare")
+    raw = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert raw["eos_token_id"] is None and raw["bos_token_id"] is None  # not transformers' 1 and 2
+    tokenizer = llama3.Llama3Tokenizer(llama3_tokenizer_file)
+    save_model(model, tmp_path / "chat", tokenizer)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "chat")
+    assert theirs.bos_token_id == 128_000 and theirs.eos_token_id == [128_001, 128_008, 128_009]
+    assert (
+        transformers.GenerationConfig.from_pretrained(tmp_path / "chat").eos_token_id
+        == theirs.eos_token_id
+    )
+    save_model(ours(reference("gpt2")), tmp_path / "gpt2", gpt2.GPT2Tokenizer())
+    assert load_model(tmp_path / "gpt2").tokenizer.encode("Hello") == [15_496]
+
+
+def test_a_twin_on_the_same_weights_is_saved_once(tmp_path):
+    model = ours(reference("smollm2"))
+    with torch.device("meta"):
+        twin = llama3.Llama3ModelFast({**model.cfg, "tie_embeddings": None})
+    twin.load_state_dict(model.state_dict(), assign=True)
+    save_model(twin, tmp_path / "twin")
+    assert "lm_head.weight" not in load_file(tmp_path / "twin" / "model.safetensors")

@@ -9,6 +9,7 @@ python -m helpers.notebooks --check     execute nothing; fail where tidying woul
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -22,12 +23,12 @@ SAME_EVERYWHERE = {  # what a run uses, so that compared outputs are the same on
     "HF_HUB_OFFLINE": "1",
 }
 REPOSITORY = ""  # OWNER/NAME where the course can be fetched from; empty until it is published
-LINE = {  # lesson -> the parts of the running model that it changes, and the family it heads for
-    "01": ((), "Llama 2"),
-    "02": (("norm",), "Llama 2"),
-    "03": (("feed-forward",), "Llama 2"),
-    "04": (("positions",), "Llama 2"),
-    "05": (("biases", "dropout", "head", "tokenizer", "context"), "Llama 2"),
+LINE = {  # lesson -> the rows of the parts table that it changes in the running model
+    "01": (),
+    "02": ("norm",),
+    "03": ("feed-forward",),
+    "04": ("positions",),
+    "05": ("biases", "dropout"),
 }
 SETUP = """\
 # Find the course's `helpers` (not on PyPI: they come with the course). The same in every notebook.
@@ -79,20 +80,43 @@ def lesson_table(path, done):
     """
     from helpers.families import FAMILIES, describe, format_table
 
-    number = path.name[:2]
-    changes, goal = LINE[number]
+    number, goal = path.name[:2], "Llama 2"
     start, end = describe(*FAMILIES["GPT-2"]), describe(*FAMILIES[goal])
-    before = {row for lesson, (rows, _) in LINE.items() if lesson < number for row in rows}
+    now = describe(*running_model(number if done else f"{int(number) - 1:02d}"))
     rows = [["part", "GPT-2", "the running model", goal]]
     for row in start:
-        if row in ("norm epsilon", "block"):
-            continue
-        changed = row in before or (done and row in changes)
-        now, mark = end[row] if changed else start[row], row in changes
-        rows.append(
-            [f"**{row}**" if mark else row, start[row], f"**{now}**" if mark else now, end[row]]
-        )
+        if row not in ("norm epsilon", "block"):
+            mark = "**{}**" if row in LINE[number] else "{}"
+            rows.append([mark.format(row), start[row], mark.format(now[row]), end[row]])
     return format_table(rows)
+
+
+def running_model(number):
+    """The running model after lesson `number`: (class, config, tokenizer), as describe takes it."""
+    from helpers.attention import GroupedQueryAttention
+    from helpers.feed_forward import FeedForward
+    from helpers.gpt2 import GPTModel
+    from helpers.norms import RMSNorm
+    from helpers.positions import RoPE
+    from helpers.running_model import RUNNING_CONFIG
+
+    class Running(GPTModel):
+        """GPT-2 with the parts of the lessons so far."""
+
+    cfg, swaps = RUNNING_CONFIG, {}
+    if number >= "02":
+        swaps["norm"] = RMSNorm
+    if number >= "03":
+        swaps["feed_forward"] = FeedForward
+        cfg = replace(cfg, bias=False)
+    if number >= "04":
+        swaps["positions"] = RoPE
+        cfg = replace(cfg, rope_base=10_000.0)
+    if number >= "05":
+        swaps["attention"] = GroupedQueryAttention
+        cfg = replace(cfg, qkv_bias=False)
+    Running.parts = replace(GPTModel.parts, **swaps)
+    return Running, cfg, "characters"
 
 
 def generated(cell, path):

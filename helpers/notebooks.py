@@ -28,7 +28,7 @@ LINE = {  # lesson -> the rows of the parts table that it changes in the running
     "02": ("norm",),
     "03": ("feed-forward",),
     "04": ("positions",),
-    "05": ("biases", "dropout"),
+    "05": ("biases",),
 }
 SETUP = """\
 # Find the course's `helpers` (not on PyPI: they come with the course). The same in every notebook.

@@ -222,6 +222,6 @@ def test_the_terminal_knows_its_options_and_a_closed_pipe():
         "raw",
     ):
         assert f"--{option}" in run.stdout
-    command = f"{sys.executable} -m helpers.generate 'What do llamas eat?' --max-new-tokens 20 | head -c 3"
+    command = f"'{sys.executable}' -m helpers.generate 'What do llamas eat?' --max-new-tokens 20 | head -c 3"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert run.stdout == "Lla" and "Traceback" not in run.stderr

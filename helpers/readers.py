@@ -78,7 +78,7 @@ class SafetensorsReader:
     def is_float(self, name):
         return self._handle(name).get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16")
 
-    def read(self, name, wanted):
+    def read(self, name, wanted, dtype=None):
         return self._handle(name).get_tensor(name)
 
     def release(self):
@@ -128,13 +128,20 @@ class MetaReader:
         """Numbers in all shards of a tensor together."""
         return sum(shard[name].numel() for shard in self._shards())
 
-    def read(self, name, wanted):
+    def read(self, name, wanted, dtype=None):
         parts = [shard[name] for shard in self._shards()]
         self.bytes_read += sum(part.nbytes for part in parts)
         if len(parts) == 1:
             return parts[0]
         axis = _joining_axis([tuple(part.shape) for part in parts], wanted)
-        joined = parts[0].clone() if axis == -1 else torch.cat(parts, dim=axis)
+        joined = torch.empty(wanted, dtype=dtype or parts[0].dtype)
+        if axis == -1:
+            joined.copy_(parts[0])
+        else:  # straight into the dtype asked for: no second copy of the whole
+            sizes = [part.shape[axis] for part in parts]
+            for place, part in zip(joined.split(sizes, axis), parts, strict=True):
+                place.copy_(part)
+            del place, part
         del parts
         self.release()  # nothing of the map is in use any more
         return joined
@@ -197,7 +204,7 @@ class GGUFReader:
     def is_float(self, name):
         return True  # blocks of small integers are turned back into floats
 
-    def read(self, name, wanted):
+    def read(self, name, wanted, dtype=None):
         tensor = self.tensors[name]
         try:
             values = self.gguf.quants.dequantize(tensor.data, tensor.tensor_type)

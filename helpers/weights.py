@@ -159,7 +159,7 @@ class DictReader:
     def is_float(self, name):
         return self.read(name, None).is_floating_point()
 
-    def read(self, name, wanted):
+    def read(self, name, wanted, dtype=None):
         return torch.as_tensor(self.tensors[name])
 
     def release(self):
@@ -203,7 +203,7 @@ def load_weights(model, reader, layout, device=None):
     meta = any(p.is_meta for p in model.parameters())
     for our_name, (file_name, file_shape, stored) in plan.items():
         param, heads = model.get_parameter(our_name), heads_of(model, our_name)
-        tensor = reader.read(file_name, file_shape)
+        tensor = reader.read(file_name, file_shape, param.dtype)
         if not meta:
             assign(param, from_file(tensor, stored, heads), file_name)
             reader.release()

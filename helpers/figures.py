@@ -519,6 +519,24 @@ def bracket(ax, left, right, start, end, text):
     ax.text(left + 0.45, end, text, ha="center", va="center", backgroundcolor="white")
 
 
+# 06: grouped-query attention
+
+
+# 07: rescaled frequencies
+
+
+# 08: tokenizers
+
+
+# 09: all generations
+
+
+# 10: prefill and decode
+
+
+# 11: the limit
+
+
 # Files
 
 FIGURES = {

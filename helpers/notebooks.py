@@ -29,6 +29,11 @@ LINE = {  # lesson -> the rows of the parts table that it changes in the running
     "03": ("feed-forward",),
     "04": ("positions",),
     "05": ("biases",),
+    "06": ("attention",),
+    "07": ("positions",),
+    "08": ("tokenizer",),
+    "09": ("head",),
+    "10": (),
 }
 SETUP = """\
 # Find the course's `helpers` (not on PyPI: they come with the course). The same in every notebook.
@@ -74,28 +79,30 @@ def navigation(path):
 
 
 def lesson_table(path, done):
-    """The parts table of one lesson: GPT-2, the running model, and where it goes.
+    """The parts table of one lesson: where its Part starts, the running model, where it goes.
 
     The part that this lesson changes is marked; `done` shows the model after the lesson.
     """
     from helpers.families import FAMILIES, describe, format_table
 
-    number, goal = path.name[:2], "Llama 2"
-    start, end = describe(*FAMILIES["GPT-2"]), describe(*FAMILIES[goal])
-    now = describe(*running_model(number if done else f"{int(number) - 1:02d}"))
-    rows = [["part", "GPT-2", "the running model", goal]]
-    for row in start:
+    number = path.name[:2]
+    start, goal = ("GPT-2", "Llama 2") if number < "06" else ("Llama 2", "Llama 3.2")
+    first, last = describe(*FAMILIES[start]), describe(*FAMILIES[goal])
+    now = describe(*running_model(number, begin=not done))
+    rows = [["part", start, "the running model", goal]]
+    for row in first:
         if row not in ("norm epsilon", "block"):
             mark = "**{}**" if row in LINE[number] else "{}"
-            rows.append([mark.format(row), start[row], mark.format(now[row]), end[row]])
+            rows.append([mark.format(row), first[row], mark.format(now[row]), last[row]])
     return format_table(rows)
 
 
-def running_model(number):
-    """The running model after lesson `number`: (class, config, tokenizer), as describe takes it."""
+def running_model(number, begin=False):
+    """The running model after lesson `number`, or as it begins: (class, config, tokenizer)."""
     from helpers.attention import GroupedQueryAttention
     from helpers.feed_forward import FeedForward
     from helpers.gpt2 import GPTModel
+    from helpers.llama3 import LLAMA32_CONFIG_1B
     from helpers.norms import RMSNorm
     from helpers.positions import RoPE
     from helpers.running_model import RUNNING_CONFIG
@@ -103,20 +110,31 @@ def running_model(number):
     class Running(GPTModel):
         """GPT-2 with the parts of the lessons so far."""
 
-    cfg, swaps = RUNNING_CONFIG, {}
-    if number >= "02":
+    done = f"{int(number) - begin:02d}"  # the last lesson whose change is in the model
+    cfg, swaps, tokenizer = RUNNING_CONFIG, {}, "characters"
+    if done >= "02":
         swaps["norm"] = RMSNorm
-    if number >= "03":
+    if done >= "03":
         swaps["feed_forward"] = FeedForward
         cfg = replace(cfg, bias=False)
-    if number >= "04":
+    if done >= "04":
         swaps["positions"] = RoPE
         cfg = replace(cfg, rope_base=10_000.0)
-    if number >= "05":
+    if done >= "05":
         swaps["attention"] = GroupedQueryAttention
         cfg = replace(cfg, qkv_bias=False)
+    if number >= "06":  # Part II begins from Llama 2, whose head is a matrix of its own
+        cfg = replace(cfg, tie_embeddings=False)
+    if done >= "06":
+        cfg = replace(cfg, n_kv_groups=2)
+    if done >= "07":
+        cfg = replace(cfg, rope_base=500_000.0, rope_freq=LLAMA32_CONFIG_1B.rope_freq)
+    if done >= "08":
+        cfg, tokenizer = replace(cfg, vocab_size=128_256), "tiktoken BPE"
+    if done >= "09":
+        cfg = replace(cfg, tie_embeddings=True)
     Running.parts = replace(GPTModel.parts, **swaps)
-    return Running, cfg, "characters"
+    return Running, cfg, tokenizer
 
 
 def generated(cell, path):

@@ -91,6 +91,9 @@ def check_silu(fn_or_cls):
             "The sign in the exponent is wrong: x / (1 + exp(-x))": x * torch.sigmoid(-x),
             "This is x * sigmoid(1.702 x), the approximation of GELU": x * torch.sigmoid(1.702 * x),
             "This is x * tanh(x)": x * torch.tanh(x),
+            "The tanh takes x; sigmoid(x) is half of 1 + tanh(x / 2)": (
+                0.5 * x * (1 + torch.tanh(x))
+            ),
             "This is GELU": [F.gelu(x), F.gelu(x, approximate="tanh")],
             "x comes back as it is": x,
             "This is ReLU": F.relu(x),

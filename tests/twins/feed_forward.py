@@ -245,6 +245,11 @@ class InPlaceSiLU(nn.SiLU):
         super().__init__(inplace=True)
 
 
+@refused(check_silu, "The tanh takes x; sigmoid(x) is half of 1 + tanh(x / 2)")
+def tanh_of_x(x):
+    return 0.5 * x * (1 + torch.tanh(x))
+
+
 # --- SwiGLU ----------
 
 

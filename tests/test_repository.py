@@ -74,7 +74,7 @@ def test_code_is_clean():
     assert run.returncode == 0, run.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "helpers").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "helpers").rglob("*.py")), ids=lambda p: p.stem)
 def test_public_names_have_docstrings_and_models_stay_plain_pytorch(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)

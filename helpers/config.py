@@ -96,7 +96,7 @@ class Config(Mapping):
 
     def _number(self, name, *, above=None, least=None, below=None):
         value = self[name]
-        good = isinstance(value, Real) and not isinstance(value, bool) and value == value
+        good = isinstance(value, Real) and not isinstance(value, bool) and abs(value) < 1e300
         if not (
             good
             and (above is None or value > above)
@@ -188,7 +188,7 @@ def check_rope_freq(rope_freq):
             f"rope_freq={rope_freq!r} must be a dict with exactly {', '.join(ROPE_FREQ_KEYS)}"
         )
     for key, value in rope_freq.items():
-        if not isinstance(value, Real) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < 1e300:
             raise ValueError(f"rope_freq[{key!r}]={value!r} must be a number > 0")
     if rope_freq["low_freq_factor"] >= rope_freq["high_freq_factor"]:
         raise ValueError(

@@ -4,6 +4,7 @@ Three descriptions exist: Hugging Face's config.json, Meta's params.json and the
 file.
 """
 
+from dataclasses import replace
 from numbers import Real
 
 import torch
@@ -72,7 +73,10 @@ def read_config(raw, where="config.json"):
     if missing := sorted(model_class.config_names[key] for key in required - set(values)):
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     if model_type == "gpt2":
-        rates = {raw.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        rates = {
+            _number(where, key, raw.get(key, 0.1))
+            for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+        }
         if len(rates) > 1:
             raise ValueError(
                 f"{where} has different dropout rates {sorted(rates)}; "
@@ -174,14 +178,10 @@ def read_params(raw, reader, where="params.json"):
     base (and epsilon), else 2048, the shortest of any Llama.
     """
     try:
-        emb_dim, n_heads, n_layers, eps = (
-            raw["dim"],
-            raw["n_heads"],
-            raw["n_layers"],
-            raw["norm_eps"],
-        )
-        vocab_size = raw.get("vocab_size", -1)
-        base = raw.get("rope_theta", 10_000.0)
+        numbers = ("dim", "n_heads", "n_layers", "norm_eps")
+        emb_dim, n_heads, n_layers, eps = (_number(where, key, raw[key]) for key in numbers)
+        vocab_size = _number(where, "vocab_size", raw.get("vocab_size", -1))
+        base = _number(where, "rope_theta", raw.get("rope_theta", 10_000.0))
         longer = raw.get("use_scaled_rope", False)
         rows = {
             name: reader.count(name) // emb_dim
@@ -201,20 +201,31 @@ def read_params(raw, reader, where="params.json"):
         )
     lengths = {10_000: 4096 if eps > 2e-6 else 2048, 500_000: 8192, 1_000_000: 16_384}
     context_length = known.context_length if longer else lengths.get(base, 2048)
-    return Llama3Model, Config(
-        vocab_size=vocab_size if vocab_size != -1 else rows["tok_embeddings.weight"],
-        context_length=context_length,
-        emb_dim=emb_dim,
-        n_heads=n_heads,
-        n_layers=n_layers,
-        n_kv_groups=raw.get("n_kv_heads"),
-        hidden_dim=rows["layers.0.feed_forward.w1.weight"],
-        norm_eps=eps,
-        rope_base=float(base),
-        rope_freq=known.rope_freq if longer else None,
-        tie_embeddings=known.tie_embeddings or None if longer else None,
-        dtype=torch.bfloat16,
-    )
+    try:
+        return Llama3Model, Config(
+            vocab_size=vocab_size if vocab_size != -1 else rows["tok_embeddings.weight"],
+            context_length=context_length,
+            emb_dim=emb_dim,
+            n_heads=n_heads,
+            n_layers=n_layers,
+            n_kv_groups=raw.get("n_kv_heads"),
+            hidden_dim=rows["layers.0.feed_forward.w1.weight"],
+            norm_eps=eps,
+            rope_base=float(base),
+            rope_freq=known.rope_freq if longer else None,
+            tie_embeddings=known.tie_embeddings or None if longer else None,
+            dtype=torch.bfloat16,
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _number(where, key, value):
+    if value is None:
+        raise ValueError(f"{where} lacks {key}")
+    if not isinstance(value, Real) or not abs(value) < 1e300:
+        raise ValueError(f"{where} says {key}={value!r}, which is no number")
+    return value
 
 
 def read_gguf(reader):
@@ -240,6 +251,9 @@ def read_gguf(reader):
         if v is None and k not in ("n_kv_groups", "head_dim", "rope_base")
     ]:
         raise ValueError(f"{where} lacks llama.{', llama.'.join(missing)}")
+    for ours, theirs in names.items():
+        if values[ours] is not None:
+            _number(where, f"llama.{theirs}", values[ours])
     if values["rope_base"] is None and values["context_length"] > 4096:
         raise ValueError(
             f"{where} gives no llama.rope.freq_base; only Llama 1 and 2, with at most 4,096 "
@@ -254,12 +268,16 @@ def read_gguf(reader):
     values["norm_eps"] = float(
         f"{values['norm_eps']:.6g}"
     )  # stored as float32: 9.99999974e-06 is 1e-05
-    if "rope_freqs.weight" in reader.names():
-        values["rope_freq"] = _rope_freq_of(reader, values)
     vocab_size = (
         reader.shape("token_embd.weight", None)[0] if "token_embd.weight" in reader.names() else 0
     )
-    return Llama3Model, Config(**values, vocab_size=vocab_size, dtype=torch.float32)
+    try:
+        cfg = Config(**values, vocab_size=vocab_size, dtype=torch.float32)
+        if "rope_freqs.weight" in reader.names():
+            cfg = replace(cfg, rope_freq=_rope_freq_of(reader, cfg))
+        return Llama3Model, cfg
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _rope_freq_of(reader, values):
@@ -267,6 +285,9 @@ def _rope_freq_of(reader, values):
 
     GGUF keeps it as a divisor per pair; the numbers are proved to give these divisors.
     """
+    head_dim = values["head_dim"] or values["emb_dim"] // values["n_heads"]
+    if reader.shape("rope_freqs.weight", None) != (head_dim // 2,):
+        raise ValueError(f"rope_freqs.weight must have {head_dim // 2} numbers, one for each pair")
     divisors = reader.read("rope_freqs.weight", None).float()
     guess = {
         "factor": round(divisors.max().item(), 4),
@@ -274,13 +295,9 @@ def _rope_freq_of(reader, values):
         "high_freq_factor": 4.0,
         "original_context_length": 8192,
     }
-    head_dim = values["head_dim"] or values["emb_dim"] // values["n_heads"]
     inverse_freq = 1 / values["rope_base"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    if divisors.shape != inverse_freq.shape or not torch.allclose(
-        inverse_freq / divisors, rescale(inverse_freq, guess), rtol=1e-4
-    ):
+    if not torch.allclose(inverse_freq / divisors, rescale(inverse_freq, guess), rtol=1e-4):
         raise ValueError(
-            f"{reader.path}: its rope_freqs.weight is not Llama 3.1's rescaling with "
-            f"factor {guess['factor']}"
+            f"its rope_freqs.weight is not Llama 3.1's rescaling with factor {guess['factor']}"
         )
     return guess

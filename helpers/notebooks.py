@@ -4,10 +4,13 @@ python -m helpers.notebooks             run all, tidy, store the outputs
 python -m helpers.notebooks 11          only those whose name begins with 11
 python -m helpers.notebooks --retime    also store new outputs of cells tagged nbval-ignore-output
 python -m helpers.notebooks --check     execute nothing; fail where tidying would change a file
+python -m helpers.notebooks --cells     execute nothing; write the generated cells anew
+python -m helpers.notebooks --repo OWNER/NAME   say where on GitHub the course is, in every notebook
 """
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +40,35 @@ LINE = {  # lesson -> the rows of the parts table that it changes in the running
 }
 SETUP = """\
 # Find the course's `helpers` (not on PyPI: they come with the course). The same in every notebook.
-import sys
+import importlib
+{imports}import sys
 from pathlib import Path
 
 here = Path.cwd()
 places = [p for p in (here, *here.parents, *here.glob("*")) if (p / "helpers/skeleton.py").exists()]
 if not places:
+{otherwise}
+sys.path.insert(0, str(places[0]))
+importlib.import_module("helpers.setup").install_missing()"""
+UPLOAD = """\
     raise ModuleNotFoundError("no folder with `helpers` here. On Colab: upload the course as a zip "
-                              "file, run  !unzip -q NAME.zip  and then this cell again.")
-sys.path.insert(0, str(places[0]))"""
+                              "file, run  !unzip -q NAME.zip  and then this cell again.")"""
+CLONE = """\
+    url = "https://github.com/{repository}"
+    subprocess.run(["git", "clone", "-q", "--depth=1", url, "course"], check=True)
+    places = [here / "course"]"""
+
+
+def setup_cell(repository=None):
+    """The setup cell: a few lines that find the course, or fetch it from its repository.
+
+    Without a repository they say how to upload the course.
+    """
+    repository = REPOSITORY if repository is None else repository
+    if not repository:
+        return SETUP.format(imports="", otherwise=UPLOAD)
+    fetch = CLONE.format(repository=repository)
+    return SETUP.format(imports="import subprocess\n", otherwise=fetch)
 
 
 def notebook_files(prefixes=()):
@@ -141,7 +164,7 @@ def generated(cell, path):
     """The text of a cell whose tag says that it is written here, or None."""
     tags = cell.metadata.get("tags", [])
     if "setup" in tags:
-        return SETUP
+        return setup_cell()
     if "navigation" in tags:
         return navigation(path)
     if "parts-table" in tags:
@@ -210,6 +233,24 @@ def problems(path):
     return [f"{path.relative_to(ROOT)} {problem}" for problem in found]
 
 
+def write_cells(path):
+    """Write a notebook's generated cells anew and tidy it; its outputs stay."""
+    text = nbformat.writes(tidied(nbformat.read(path, as_version=4), path)) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def set_repository(name):
+    """Write OWNER/NAME into this file, and with it into every setup cell and Colab link."""
+    global REPOSITORY
+    if not re.fullmatch(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+", name) and name:
+        raise ValueError(f"{name!r} is no repository on GitHub: OWNER/NAME")
+    file = Path(__file__)
+    text = file.read_text(encoding="utf-8")
+    line = f'REPOSITORY = "{name}"'
+    file.write_text(re.sub(r'^REPOSITORY = "[^"]*"', line, text, flags=re.M), encoding="utf-8")
+    REPOSITORY = name
+
+
 def readme():
     """The README's text with the parts table as the classes give it now."""
     from helpers.families import format_table, parts_table
@@ -230,8 +271,21 @@ def main(arguments=None):
     parser.add_argument(
         "--check", action="store_true", help="execute nothing, fail where a file would change"
     )
+    parser.add_argument(
+        "--cells", action="store_true", help="execute nothing, write the generated cells anew"
+    )
+    parser.add_argument("--repo", metavar="OWNER/NAME", help='where on GitHub; "" for nowhere')
     args = parser.parse_args(arguments)
     files = notebook_files(args.prefixes)
+    if args.repo is not None:
+        try:
+            set_repository(args.repo)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.repo is not None or args.cells:
+        for path in notebook_files():
+            write_cells(path)
+        return 0
     if args.check:
         found = [problem for path in files for problem in problems(path)]
         if readme() != (ROOT / "README.md").read_text(encoding="utf-8"):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import tiktoken
 
+from helpers.readers import require_small
+
 DATA = Path(__file__).parent / "data"
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = (
@@ -110,6 +112,7 @@ def read_ranks(path):
     Ranks must be 0, 1, 2, ... Not read through tiktoken, which remembers a file by its path and
     would return another file's ranks.
     """
+    require_small(path)
     ranks = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if line.strip():
@@ -148,6 +151,7 @@ class Llama2Tokenizer:
             raise FileNotFoundError(
                 f"{model_path}: no such file; Llama 2's tokenizer is called tokenizer.model"
             )
+        require_small(path)
         try:
             self.model = SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
@@ -182,10 +186,14 @@ class JSONTokenizer:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
+        require_small(path)
         try:
             self.model = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is no tokenizer.json: {error}") from error
+        vocabulary = self.model.get_vocab(with_added_tokens=True)
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise ValueError(f"{path} gives one id to two tokens")
         self.model.encode_special_tokens = True  # the library's words for: a special name is text
         self.model.no_truncation()
         self.model.no_padding()

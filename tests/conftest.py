@@ -18,8 +18,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from helpers.checkpoints import load_model, package_file  # noqa: E402
+from helpers.checkpoints import load_model  # noqa: E402
 from helpers.model_config import read_config  # noqa: E402
+from helpers.packages import package_file  # noqa: E402
 from helpers.weights import DictReader, load_weights  # noqa: E402
 
 TINY = json.loads((DATA / "tiny_configs.json").read_text())

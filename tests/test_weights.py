@@ -203,6 +203,20 @@ def test_metas_layout_gives_the_logits_of_its_hugging_face_twin(
         assert torch.equal(a, b)
 
 
+def test_tied_matrices_of_a_pth_may_share_their_numbers(tmp_path):
+    """So they do in Meta's files of Llama 3.2 1B and 3B, which hold the matrix once."""
+    theirs = reference("llama3_8b", tie_word_embeddings=True)
+    ids = token_ids("llama3_8b")[:, :63]
+    write_meta(ours(theirs), tmp_path / "meta", rope_theta=500_000.0)
+    file = tmp_path / "meta" / "consolidated.00.pth"
+    state, size = torch.load(file, weights_only=True), file.stat().st_size
+    state["output.weight"] = state["tok_embeddings.weight"]
+    torch.save(state, file)
+    assert file.stat().st_size < size - state["output.weight"].nbytes // 2
+    loaded = load_model(tmp_path / "meta").model
+    assert (logits(loaded, ids) - logits_of(theirs, ids)).abs().max() < CLOSE
+
+
 def test_without_the_permutation_metas_rows_are_wrong(tmp_path):
     theirs, ids = reference("llama2_7b"), token_ids("llama2_7b")
     write_meta(ours(theirs), tmp_path / "meta", permuted=False)

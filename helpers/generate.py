@@ -4,6 +4,7 @@ python -m helpers.generate "What do llamas eat?"
 """
 
 import argparse
+import functools
 import itertools
 import operator
 import os
@@ -13,6 +14,7 @@ from contextlib import redirect_stdout
 
 import torch
 
+from helpers.fast import fastest, on_cuda
 from helpers.kv_cache import KVCache
 from helpers.tokenizers import StreamDecoder
 
@@ -32,7 +34,7 @@ def next_token(logits, temperature=0.0, top_k=None, top_p=None, generator=None):
     Errors   ValueError: temperature below 0, top_k below 1, top_p outside (0, 1]
     Source   top-k: Fan et al. 2018, arXiv:1805.04833; top-p: Holtzman et al. 2019, arXiv:1904.09751
     """
-    check_sampling(temperature, top_k, top_p)
+    refuse_out_of_range(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
@@ -42,15 +44,14 @@ def next_token(logits, temperature=0.0, top_k=None, top_p=None, generator=None):
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if top_p is not None:
         ordered, order = logits.sort(dim=-1, descending=True)
-        likelier = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(
-            dim=-1
-        )  # the sum of those before it
+        chances = ordered.softmax(dim=-1)
+        likelier = chances.cumsum(dim=-1) - chances  # the sum of those before it
         ordered = ordered.masked_fill(likelier >= top_p, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
-def check_sampling(temperature, top_k, top_p, max_new_tokens=0, seed=None):
+def refuse_out_of_range(temperature, top_k, top_p, max_new_tokens=0, seed=None):
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
     if seed is not None and not 0 <= seed < 2**63:
@@ -77,6 +78,7 @@ def generate_batch(
     eos_id=None,
     seed=None,
     use_cache=True,
+    fast=False,
 ):
     """Continue prompts of different lengths together; each row ends on its own.
 
@@ -86,6 +88,7 @@ def generate_batch(
 
     prompts  lists of ids, one per row
     eos_id   one stop token or a collection of them
+    fast     decode as fast as this device can: see `fast.fastest`, which prepares the model
     Returns  a list of new ids per row, without the prompt and without the stop token
     Errors   ValueError before the first token: an empty prompt or batch, ids outside the
              vocabulary, max_new_tokens below 0 (0 gives empty lists), more tokens than the context,
@@ -108,6 +111,7 @@ def generate_batch(
         top_p,
         seed,
         use_cache,
+        fast,
         padding if len(set(map(len, prompts))) > 1 else None,
     )
     tokens, lengths = _collect(steps, len(prompts), eos_id, device)
@@ -126,6 +130,7 @@ def generate(
     top_p=None,
     seed=None,
     use_cache=True,
+    fast=False,
 ):
     """Continue (B, T) ids, as in the book; returns (B, T + new) ids.
 
@@ -137,9 +142,8 @@ def generate(
     """
     check_request(model, idx.tolist(), max_new_tokens, temperature, top_k, top_p, context_size)
     idx = idx.to(model.tok_emb.weight.device)
-    steps = _steps(
-        model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache, None, context_size
-    )
+    settings = (temperature, top_k, top_p, seed, use_cache, fast, None, context_size)
+    steps = _steps(model, idx, max_new_tokens, *settings)
     tokens, lengths = _collect(steps, len(idx), eos_id, idx.device)
     for row, length in zip(tokens, lengths, strict=True):
         row[length:] = row[length : length + 1]  # nothing to fill where the row goes to the end
@@ -178,6 +182,7 @@ def stream_ids(
     eos_id=None,
     seed=None,
     use_cache=True,
+    fast=False,
 ):
     """Yield the new ids of one prompt as they are chosen, ending before the first stop token.
 
@@ -187,7 +192,7 @@ def stream_ids(
     check_request(model, [prompt_ids], max_new_tokens, temperature, top_k, top_p)
     stops = set(_stop_tensor(eos_id, "cpu").tolist())
     idx = torch.tensor([prompt_ids], device=model.tok_emb.weight.device)
-    steps = _steps(model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache)
+    steps = _steps(model, idx, max_new_tokens, temperature, top_k, top_p, seed, use_cache, fast)
     return itertools.takewhile(lambda token: token not in stops, (token.item() for token in steps))
 
 
@@ -202,13 +207,14 @@ def stream(
     eos_id=None,
     seed=None,
     use_cache=True,
+    fast=False,
 ):
     """Yield the answer to one prompt as text, piece by piece, never half a character.
 
     Without an eos_id it ends at the tokenizer's `stop_ids`.
     """
     stops = tokenizer.stop_ids if eos_id is None else eos_id
-    settings = (temperature, top_k, top_p, stops, seed, use_cache)
+    settings = (temperature, top_k, top_p, stops, seed, use_cache, fast)
     ids = stream_ids(model, prompt_ids, max_new_tokens, *settings)
     return decode_stream(ids, StreamDecoder(tokenizer, context=prompt_ids))
 
@@ -231,6 +237,7 @@ def _steps(
     top_p=None,
     seed=None,
     use_cache=True,
+    fast=False,
     padding=None,
     context_size=None,
 ):
@@ -240,17 +247,21 @@ def _steps(
     """
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     B, T = idx.shape
-    cache = (
-        KVCache(model, B, T + max_new_tokens)
-        if use_cache and context_size is None and max_new_tokens
-        else None
-    )
+    run, new_cache = model, functools.partial(KVCache, model)
+    was_training = any(module.training for module in model.modules())
+    if fast:
+        run, new_cache = fastest(model)
+    cache = None
+    if use_cache and context_size is None and max_new_tokens:
+        cache = new_cache(B, T + max_new_tokens)
     crop = min(context_size or model.cfg["context_length"], model.cfg["context_length"])
     new = idx
     for _ in range(max_new_tokens):
-        with torch.no_grad(), _evaluating(model):
-            seen = new if cache is not None else idx[:, -crop:]
-            logits = model(seen, cache, padding=padding, last_only=True)[:, -1]
+        with torch.no_grad(), _evaluating(model, was_training):
+            if cache is not None:
+                logits = run(new, cache, padding=padding, last_only=True)[:, -1]
+            else:
+                logits = model(idx[:, -crop:], padding=padding, last_only=True)[:, -1]
             token = next_token(logits, temperature, top_k, top_p, generator)  # (B,)
         new = token[:, None]
         if cache is None:
@@ -261,8 +272,9 @@ def _steps(
 class _evaluating:
     """Dropout off inside, and the model's mode afterwards as it was."""
 
-    def __init__(self, model):
-        self.model, self.training = model, [m for m in model.modules() if m.training]
+    def __init__(self, model, was_training):
+        looked_at = model.modules() if was_training or model.training else ()
+        self.model, self.training = model, [m for m in looked_at if m.training]
 
     def __enter__(self):
         if self.training:
@@ -310,7 +322,7 @@ def check_request(
     model, prompts, max_new_tokens, temperature=0.0, top_k=None, top_p=None, context_size=None
 ):
     """Refuse what cannot be continued, before anything is computed."""
-    check_sampling(temperature, top_k, top_p, max_new_tokens)
+    refuse_out_of_range(temperature, top_k, top_p, max_new_tokens)
     if not all(isinstance(prompt, list) for prompt in prompts):
         raise ValueError("ids must have two axes, (B, T): idx[None] makes a batch of one row")
     if not prompts or not all(prompts):
@@ -364,11 +376,19 @@ def main(arguments=None):
         "--dtype", help="float32, bfloat16 or float16; default: what suits the device"
     )
     parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="on a GPU: compile the decode step, a minute that pays for long answers "
+        "(a CPU always takes its fast way)",
+    )
+    parser.add_argument(
         "--raw", action="store_true", help="no chat template: continue the text as it stands"
     )
     args = parser.parse_args(arguments)
     try:
-        check_sampling(args.temperature, args.top_k, args.top_p, args.max_new_tokens, args.seed)
+        refuse_out_of_range(
+            args.temperature, args.top_k, args.top_p, args.max_new_tokens, args.seed
+        )
         return _answer(args)
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone (| head)
@@ -412,6 +432,7 @@ def _answer(args):
             args.top_p,
             loaded.stop_ids,
             args.seed,
+            fast=args.fast or not on_cuda(model),
         )
     )
     for text in decode_stream(tokens, StreamDecoder(tokenizer, context=ids)):

@@ -107,12 +107,21 @@ class Skeleton(nn.Module):
         if padding is not None:
             mask = padding_mask(padding, T, start + T)  # (B, 1, T, S)
             positions = (positions - padding[:, None]).clamp(min=0)  # (B, T)
+        logits = self.at(in_idx, positions, mask, cache, last_only)
+        if cache is not None:
+            cache.position += T
+        return logits
+
+    def at(self, in_idx, positions, mask=None, cache=None, last_only=False):
+        """The computation alone: the caller says where the tokens stand and what is hidden.
+
+        cache   one layer's cache per block, or None
+        Shapes  in_idx (B, T), positions (T,) or (B, T) -> logits as forward
+        """
         x, cos, sin = self.pos_emb.place(self.tok_emb(in_idx), positions)
         x = self.drop_emb(x)
         for layer, block in enumerate(self.trf_blocks):
             x = block(x, mask, cos, sin, cache[layer] if cache is not None else None)
-        if cache is not None:
-            cache.position += T
         if last_only:
             x = x[:, -1:]
         return self.out_head(self.final_norm(x))

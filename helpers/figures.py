@@ -11,6 +11,7 @@ a minus. Diagrams are drawn in inches.
 import io
 import math
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,16 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangl
 from matplotlib.path import Path as Line
 from torch import nn
 
+from helpers.attention import GroupedQueryAttention
 from helpers.families import describe, diff_families, lookup
 from helpers.feed_forward import GELU, FeedForward, SiLU
+from helpers.kv_cache import KVCache
+from helpers.languages import COUNTS, TEXTS
 from helpers.llama2 import LLAMA2_CONFIG_7B
+from helpers.llama3 import LLAMA31_CONFIG_8B, LLAMA32_CONFIG_1B, Llama3Model
 from helpers.norms import LayerNorm, RMSNorm
-from helpers.positions import LearnedPositions, apply_rope, compute_rope_params, permute
+from helpers.positions import LearnedPositions, apply_rope, compute_rope_params, permute, rescale
+from helpers.skeleton import count_parameters
 
 IMAGES = Path(__file__).parent.parent / "images"
 
@@ -522,19 +528,324 @@ def bracket(ax, left, right, start, end, text):
 # 06: grouped-query attention
 
 
+@style.context(STYLE)
+def attention_groups(n_heads=8, n_kv_groups=2):
+    """Which query head reads which key/value head: one each, in groups, all the same one."""
+    fig, ax = canvas(9, 3.3)
+    for y, text in ((2.5, "query\nheads"), (1.5, "keys"), (1.05, "values"), (0.4, "cached")):
+        ax.text(0.45, y, text, ha="center", va="center")
+    for panel, groups in enumerate((n_heads, n_kv_groups, 1)):
+        draw_groups(ax, 1.05 + 2.68 * panel, n_heads, groups)
+    return fig
+
+
+def draw_groups(ax, left, n_heads, n_kv_groups):
+    """Query heads above, key/value heads below, a line from each to the one that it reads."""
+    name = GroupedQueryAttention.label({"n_heads": n_heads, "n_kv_groups": n_kv_groups})
+    pitch, width = 2.5 / n_heads, 2.1 / n_heads
+    x = left + pitch * (np.arange(n_heads) + 0.5)
+    reads = torch.arange(n_kv_groups).repeat_interleave(n_heads // n_kv_groups).numpy()
+    places = [x[reads == group].mean() for group in range(n_kv_groups)]
+    for head, group in enumerate(reads):
+        ax.plot([x[head], places[group]], [2.33, 1.67], color=INK, linewidth=1.2, zorder=0.5)
+        box(ax, x[head], 2.5, f"{head}", KEPT, width=width, height=0.34, change="kept")
+    for group, place in enumerate(places):
+        for y in (1.5, 1.05):
+            box(ax, place, y, f"{group}", ATTENTION, width=width, height=0.34)
+    ax.text(left + 1.25, 3, name, ha="center", va="center", size=12)
+    ax.text(left + 1.25, 0.4, f"{2 * n_kv_groups} vectors per token", ha="center", va="center")
+
+
+@style.context(STYLE)
+def cache_memory():
+    """The cache of one text in two models, with three numbers of key/value heads."""
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    models = (("Llama 3.1 8B", LLAMA31_CONFIG_8B), ("Llama 3.2 1B", LLAMA32_CONFIG_1B))
+    for ax, (name, cfg) in zip(axes, models, strict=True):
+        draw_cache(ax, name, cfg)
+    return fig
+
+
+def draw_cache(ax, name, cfg):
+    """Cache against context, both on log scales, and the weights as a line to compare with."""
+    longest = cfg.context_length
+    tokens = np.array([longest // 128, longest])
+    for groups, line in ((cfg.n_heads, "-"), (cfg.n_kv_groups, "--"), (1, ":")):
+        changed = {**cfg, "n_kv_groups": groups, "context_length": 1}  # no long RoPE tables
+        with torch.device("meta"):
+            model = Llama3Model(changed)
+            gib = [KVCache(model, 1, int(t)).cache_bytes / 2**30 for t in tokens]
+        width = 3 if groups == cfg.n_kv_groups else 2
+        ax.loglog(tokens, gib, line, color=ATTENTION, linewidth=width)
+        kind = GroupedQueryAttention.label(changed).removesuffix(", 4 to 1")
+        ax.text(longest * 1.25, gib[-1], f"{kind}\n{gib[-1]:g} GiB", va="center")
+        if groups == cfg.n_kv_groups:
+            weights = count_parameters(model)[0] * cfg.dtype.itemsize / 2**30
+    ax.axhline(weights, color=KEPT, linewidth=1)
+    ax.text(tokens[0] * 1.15, weights * 1.15, f"weights: {weights:.1f} GiB", va="bottom")
+    ax.set(title=f"{name}, one text", xlabel="context (tokens, log scale)")
+    ax.set(ylabel="cache in bfloat16 (GiB, log scale)", ylim=(0.003, 100))
+    ax.set_xticks([longest // 128, longest // 16, longest])
+    ax.set_xlim(tokens[0], longest)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.minorticks_off()
+
+
 # 07: rescaled frequencies
+
+
+@style.context(STYLE)
+def rope_rescaling():
+    """Each pair's speed against its wavelength, before and after the rescaling, 8B and 1B."""
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained", sharey=True)
+    draw_rescaling(axes[0], "Llama 3.1 8B", LLAMA31_CONFIG_8B)
+    draw_rescaling(axes[1], "Llama 3.2 1B", LLAMA32_CONFIG_1B)
+    return fig
+
+
+def draw_rescaling(ax, name, cfg):
+    """The three bands of one model, the speeds before as a line, those after as points."""
+    head_dim, freq = cfg.emb_dim // cfg.n_heads, cfg.rope_freq
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    before = cfg.rope_base**-exponents
+    after, wavelength = rescale(before, freq), 2 * math.pi / before  # tokens
+    kept, divided = after == before, after == before / freq["factor"]
+    ax.loglog(wavelength, before, "--", color=KEPT)
+    ax.loglog(wavelength, after, "o", color=POSITIONS, markersize=4)
+    low, high = (
+        freq["original_context_length"] / freq[f"{f}_freq_factor"] for f in ("low", "high")
+    )
+    ax.axvspan(high, low, color=tint(POSITIONS, 0.2), linewidth=0)
+    ax.text(5, 1.2e-8, f"{kept.sum()} pairs\nunchanged", va="center")
+    blended = len(after) - kept.sum() - divided.sum()
+    ax.text((low * high) ** 0.5, 20, f"{blended} pairs blended,\n{high:,.0f} to {low:,.0f}",
+            ha="center", va="center")  # fmt: skip
+    ax.text(4e6, 1.2e-8, f"{divided.sum()} pairs\ndivided by {freq['factor']:g}",
+            ha="right", va="center")  # fmt: skip
+    ax.text(7e4, 4e-4, "before", va="center")
+    ax.text(4e4, 1e-6 if freq["factor"] > 8 else 4e-6, "after", ha="right", va="center")
+    ax.set(title=f"{name}, head of {head_dim}", xlabel="wavelength before, in tokens (log scale)")
+    ax.set(ylabel="radians per token (log scale)")
+    ax.set(xlim=(3, 6e6), ylim=(4e-9, 100), xticks=(10, 1e3, 1e5), yticks=(1, 1e-2, 1e-4, 1e-6))
+    ax.minorticks_off()
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.yaxis.set_major_formatter(lambda value, _: np.format_float_positional(value, trim="-"))
 
 
 # 08: tokenizers
 
 
+@style.context(STYLE)
+def tokens_per_character():
+    """Tokens for each character of one text in many languages, by three tokenizers."""
+    fig, ax = plt.subplots(figsize=(9, 5.4), layout="constrained")
+    marks = {
+        "GPT-2": ("o", "white", KEPT),
+        "Llama 2": ("s", KEPT, KEPT),
+        "Llama 3": ("D", INK, INK),
+    }
+    gains = {name: tokens["GPT-2"] / tokens["Llama 3"] for name, tokens in COUNTS.items()}
+    rows = sorted(gains, key=gains.get)
+    for y, language in enumerate(rows):
+        rates = {n: count / len(TEXTS[language]) for n, count in COUNTS[language].items()}
+        ax.plot([min(rates.values()), max(rates.values())], [y, y], color=KEPT, linewidth=1)
+        for name, (marker, face, edge) in marks.items():
+            at = {"markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": 1.6}
+            ax.plot(rates[name], y, marker, markersize=8, zorder=3, **at)
+        ax.text(2.84, y, f"{gains[language]:.1f}", ha="center", va="center")
+    for name, count in COUNTS[rows[-1]].items():
+        rate = count / len(TEXTS[rows[-1]])
+        ax.text(rate, len(rows) - 0.6, f"{name}: {rate:.2f}", ha="center")
+    ax.text(2.84, len(rows) - 0.6, "GPT-2 / Llama 3", ha="center")
+    ax.set(xlim=(0, 3.15), ylim=(-0.6, len(rows) + 0.1), xlabel="tokens per character")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set_ylabel("article 1 of the Universal Declaration, and code")
+    ax.set_xticks([0, 0.5, 1, 1.5, 2])
+    return fig
+
+
 # 09: all generations
+
+
+@style.context(STYLE)
+def generations_blocks(names=("GPT-2", "Llama 2", "Llama 3.2")):
+    """The blocks of three families; a plus or minus marks what differs from the column before."""
+    fig, ax = canvas(9, 8.3)
+    before = names[0]
+    for column, name in enumerate(names):
+        changed = {row for row, _, _ in diff_families(before, name)}
+        draw_column(ax, 0.1 + 3 * column, name, changed)
+        before = name
+    return fig
+
+
+def draw_column(ax, left, name, changed):
+    """One family from top to bottom, 2.8 inches wide, the rows in `changed` marked."""
+    family = lookup(name)
+    rows = describe(*family)
+    stream, middle = left + 0.2, left + 1.6
+
+    def part(y, row, text, x=middle, width=2.1, height=0.38):
+        """A box with one row of the parts table; what has gone is dashed."""
+        if row in changed:
+            change = "removed" if rows[row] == "none" else "added"
+        elif rows[row] == "none":
+            ax.text(x, y, text, ha="center", va="center")
+            return
+        else:
+            change = "kept"
+        colour = COLOURS.get(row, INK)
+        box(ax, x, y, text, colour, width=width, height=height, change=change, row=row)
+
+    def step(y, row):
+        """Norm, then a step; what they make is added to the stream at its left."""
+        arrow(ax, (stream, y), (middle - 1.05, y))
+        part(y, "norm", rows["norm"])
+        arrow(ax, (middle, y - 0.19), (middle, y - 0.41))
+        part(y - 0.71, row, f"{row}:\n{rows[row]}", height=0.6)
+        arrow(ax, (middle, y - 1), (middle, y - 1.22), (stream + 0.12, y - 1.22))
+        sign(ax, stream, y - 1.22, "+")
+
+    ax.text(left + 1.4, 8.08, name, ha="center", va="center", size=13, weight="bold")
+    arrow(ax, (stream, 6.75), (stream, 1.62))
+    part(7.55, "tokenizer", f"tokenizer:\n{rows['tokenizer']}", left + 1.4, 2.8, 0.6)
+    box(ax, left + 1.4, 6.94, "embedding", INK, width=2.8, change="kept", row="embedding")
+    if issubclass(family.model_class.parts.positions, LearnedPositions):
+        text = f"{rows['positions']} positions,\nadded to the embeddings"
+        arrow(ax, (middle - 1.05, 6.25), (stream + 0.12, 6.25))
+        sign(ax, stream, 6.25, "+")
+    else:
+        text = textwrap.fill(rows["positions"], 20) + ",\nturns queries and keys"
+    part(6.25, "positions", text, height=0.8)
+    part(3.92, "block", "", left + 1.4, 2.8, 3.64)
+    ax.text(middle, 5.52, "block, n_layers times", ha="center", va="center")
+    step(5.1, "attention")
+    step(3.5, "feed-forward")
+    part(1.79, "norm", f"final norm: {rows['norm']}", left + 1.4, 2.8)
+    part(1.32, "head", f"head: {rows['head']}", left + 1.4, 2.8)
+    for number, row in enumerate(("biases", "dropout", "context")):
+        part(0.88 - 0.34 * number, row, f"{row}: {rows[row]}", left + 1.4, 2.8, 0.3)
+
+
+LINE = ("GPT-2", "Llama 1", "Llama 2", "Llama 3", "Llama 3.1", "Llama 3.2")
+
+
+@style.context(STYLE)
+def generations(names=LINE):
+    """The parts table from GPT-2 to Llama 3.2: a bar lasts as long as its entry stays."""
+    described = [describe(*lookup(name)) for name in names]
+    left, column, gap = 1.2, 1.28, 0.08
+    bars = {}  # row -> list of (first column, number of columns, text, lines)
+    for row in described[0]:
+        found = bars.setdefault(row, [])
+        for at, entries in enumerate(described):
+            if found and found[-1][2] == entries[row]:
+                found[-1] = (found[-1][0], found[-1][1] + 1, entries[row])
+            else:
+                found.append((at, 1, entries[row]))
+    texts = {
+        row: [textwrap.fill(text, round(n * column * 9.2)) for _, n, text in found]
+        for row, found in bars.items()
+    }
+    heights = {row: 0.2 + 0.2 * max(t.count("\n") + 1 for t in texts[row]) for row in bars}
+    fig, ax = canvas(9, 0.55 + sum(heights.values()) + gap * len(heights))
+    y = ax.get_ylim()[1] - 0.25
+    for at, name in enumerate(names):
+        x = left + column * (at + 0.5)
+        ax.text(x, y, name, ha="center", va="center", size=12, weight="bold")
+    y -= 0.25
+    for row, found in bars.items():
+        y -= heights[row] + gap
+        middle = y + heights[row] / 2
+        ax.text(left - 0.1, middle, row.replace(" epsilon", "\nepsilon"), ha="right", va="center")
+        for (at, n, entry), text in zip(found, texts[row], strict=True):
+            change = "removed" if entry == "none" else "added" if at else "kept"
+            x, width = left + column * (at + n / 2), column * n - gap
+            size = {"width": width, "height": heights[row]}
+            box(ax, x, middle, text, COLOURS.get(row, INK), **size, change=change, row=row)
+    return fig
 
 
 # 10: prefill and decode
 
 
+@style.context(STYLE)
+def prefill_decode():
+    """Which tokens each call of a generating loop computes and which it reads, for 4 new tokens."""
+    fig, ax = canvas(9, 3.9)
+    draw_calls(ax, 0.15, "without a cache", cached=False)
+    draw_calls(ax, 4.75, "with a cache", cached=True)
+    ax.text(4.5, 0.25, "filled: computed in this call      empty: kept keys and values, read only")
+    ax.texts[-1].set(ha="center", va="center")
+    return fig
+
+
+def draw_calls(ax, left, title, cached, prompt=4, new=4):
+    """One row of tokens for each call, from a prompt to its last new token."""
+    ax.text(left + 2.15, 3.65, title, ha="center", va="center", size=12, weight="bold")
+    ax.text(left + 2.15, 3.25, "position", ha="center", va="center")
+    ax.text(left + 3.85, 3.25, "computed", ha="center", va="center")
+    x = [left + 1.05 + 0.37 * position for position in range(prompt + new - 1)]
+    for position, place in enumerate(x):
+        ax.text(place, 2.92, f"{position}", ha="center", va="center")
+    together = 0
+    for call in range(new):
+        y, length = 2.55 - 0.42 * call, prompt + call
+        first = length - 1 if cached and call else 0
+        name = ("decode" if call else "prefill") if cached else f"call {call + 1}"
+        ax.text(left, y, name, va="center")
+        for position in range(length):
+            fill = tint(ATTENTION, 0.55) if position >= first else "white"
+            edge = ATTENTION if position >= first else KEPT
+            corner = (x[position] - 0.15, y - 0.15)
+            ax.add_patch(Rectangle(corner, 0.3, 0.3, facecolor=fill, edgecolor=edge, linewidth=1.5))
+        ax.text(left + 3.85, y, f"{length - first}", ha="center", va="center")
+        together += length - first
+    ax.text(left, 0.83, "together", va="center")
+    ax.text(left + 3.85, 0.83, f"{together}", ha="center", va="center", weight="bold")
+
+
 # 11: the limit
+
+
+@style.context(STYLE)
+def roofline(result):
+    """Tokens per second over bytes per token: the line that memory sets, and what was measured.
+
+    `result` is what helpers.benchmark.benchmark returns.
+    """
+    bandwidth = result["bandwidth_bytes_per_second"]
+    rows = {n: r for n, r in result["rows"].items() if "tokens_per_second" in r}
+    size = max(row["bytes_per_token"] for row in rows.values())
+    fig, ax = plt.subplots(figsize=(9, 5.2), layout="constrained")
+    reach = np.array([size / 20, size * 20])
+    lowest = min([row["tokens_per_second"] for row in rows.values()] + [bandwidth / reach[1]])
+    ax.loglog(reach / 1e9, bandwidth / reach, color=INK, linewidth=2)
+    ax.fill_between(reach / 1e9, bandwidth / reach, bandwidth / reach[0], color=tint(KEPT, 0.15))
+    ax.set(xlim=reach / 1e9, ylim=(lowest / 2, bandwidth / reach[0]))
+    ax.text(
+        size * 3 / 1e9,
+        bandwidth / size,
+        f"no program gets here:\nmemory gives {bandwidth / 1e9:,.0f} GB/s",
+    )
+    ordered = sorted(rows.items(), key=lambda item: item[1]["tokens_per_second"])
+    step = 1.28  # labels at least so far apart, as a factor
+    place = lowest / 2
+    for name, row in ordered:
+        speed = row["tokens_per_second"]
+        place = max(place * step, speed)
+        x, label = row["bytes_per_token"] / 1e9, size / 1e9 / 2.2
+        ax.plot([x, label], [speed, place], color=KEPT, linewidth=0.8)
+        ax.plot(x, speed, "o", color=ATTENTION, markersize=8, zorder=3)
+        text = f"{name}: {speed:.3g}, {row['share_of_limit']:.0%}"
+        ax.text(label, place, text + " ", ha="right", va="center")
+    ax.set(
+        xlabel="bytes read per token in GB (log scale)",
+        ylabel="tokens per second (log scale)",
+        title=f"{result['model']}, {result['dtype']}, {result['machine']['name']}",
+    )
+    return fig
 
 
 # Files
@@ -549,6 +860,13 @@ FIGURES = {
     "clocks": clocks,
     "score-against-distance": score_against_distance,
     "layouts": layouts,
+    "attention-groups": attention_groups,
+    "cache-memory": cache_memory,
+    "rope-rescaling": rope_rescaling,
+    "tokens-per-character": tokens_per_character,
+    "generations-blocks": generations_blocks,
+    "generations": generations,
+    "prefill-decode": prefill_decode,
 }  # name of the file in images/ -> function
 
 ALT = {
@@ -573,6 +891,27 @@ ALT = {
     "to about a third at a distance of 256 tokens, the same from key position 0, 1,000 and 3,000",
     "layouts": "In the interleaved layout rows 0 and 1, 2 and 3, 4 and 5, 6 and 7 are pairs; "
     "permute orders them 0, 2, 4, 6, 1, 3, 5, 7, so that a pair stands four places apart",
+    "attention-groups": "Eight query heads: in multi-head attention each reads its own key and "
+    "value head, in grouped-query attention heads 0 to 3 read head 0 and heads 4 to 7 head 1, in "
+    "multi-query attention all read head 0; 16, 4 and 2 vectors are cached per token",
+    "cache-memory": "On log scales the cache grows in three parallel lines; at 131,072 tokens "
+    "Llama 3.1 8B needs 64 GiB with multi-head, 16 with grouped-query and 2 with multi-query "
+    "attention beside 15.0 GiB of weights, Llama 3.2 1B a quarter of each beside 2.3 GiB",
+    "rope-rescaling": "Pairs with wavelengths up to 2,048 tokens keep their speed, those beyond "
+    "8,192 turn 8 times slower in Llama 3.1 8B (29 of 64) and 32 times slower in Llama 3.2 1B (14 "
+    "of 32); in between a curve joins the two lines without a jump",
+    "tokens-per-character": "Korean falls from 2.26 tokens per character with GPT-2 and 1.59 with "
+    "Llama 2 to 0.60 with Llama 3; Russian, Hindi, Greek, Arabic, Chinese and Japanese fall to "
+    "half or less, code, German, Spanish and French by less, and English stays where it was",
+    "generations-blocks": "From GPT-2 to Llama 2, norms, positions, feed-forward, tokenizer and "
+    "head change, biases and dropout go; from Llama 2 to Llama 3.2, attention becomes "
+    "grouped-query, positions are rescaled, the head is tied again; the order of the steps stays",
+    "generations": "Of eleven parts in six generations, norm, feed-forward, biases and dropout "
+    "change once, at Llama 1, attention once, at Llama 3, the head twice, positions at Llama 1 and "
+    "in each step from Llama 3 on, the block's wiring never",
+    "prefill-decode": "Without a cache four calls compute 4, 5, 6 and 7 tokens, 22 together; with "
+    "a cache the prefill computes the prompt of 4 and each decode step 1 token, 7 together, and "
+    "reads the kept keys and values of those before",
 }  # what each image shows, for readers who do not see it
 
 

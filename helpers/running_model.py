@@ -78,14 +78,16 @@ def _kinds(names):
     return ", ".join(sorted(plain))
 
 
-def train(model, steps=100, batch=8, length=64, learning_rate=2e-3, seed=0):
+def train(model, steps=100, batch=8, length=64, learning_rate=2e-3, seed=0, ids=None):
     """Train a copy of the model on the text and return it with the loss of every step.
 
     The same seed gives the same batches to every model, so that two losses can be compared.
 
-    Returns  (model, losses): losses in nats per character; log(vocabulary) is pure guessing
+    ids      the text by another tokenizer; left out, its characters
+    Returns  (model, losses): losses in nats per token; log(vocabulary) is pure guessing
     """
-    model, ids = copy.deepcopy(model).train(), torch.tensor(encode(TEXT))
+    model = copy.deepcopy(model).train()
+    ids = torch.tensor(encode(TEXT) if ids is None else ids)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     losses = []

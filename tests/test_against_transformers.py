@@ -6,14 +6,16 @@ import pytest
 import torch
 from conftest import LINE, logits_of, ours, redraw, reference, token_ids
 from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from helpers.attention import GroupedQueryAttention, attend_plain, attend_sdpa
 from helpers.feed_forward import FeedForward
 from helpers.generate import generate, generate_batch
 from helpers.kv_cache import KVCache
-from helpers.llama3 import Llama3Model
+from helpers.llama3 import LLAMA31_CONFIG_8B, LLAMA32_CONFIG_1B, LLAMA32_CONFIG_3B, Llama3Model
 from helpers.norms import RMSNorm
-from helpers.positions import RoPE
+from helpers.positions import RoPE, rescale
 
 CLOSE, FAR = 1e-4, 1e-2
 
@@ -82,6 +84,25 @@ def test_rows_of_different_lengths_equal_each_row_alone(name):
         assert distance(out[0, 12:], logits_of(theirs, ids[:1, :20])[0]) < CLOSE
         assert distance(model(padded)[0, 12:], out[0, 12:]) > FAR  # not hidden, not moved
         assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    "cfg", [LLAMA31_CONFIG_8B, LLAMA32_CONFIG_1B, LLAMA32_CONFIG_3B], ids=["8B", "1B", "3B"]
+)
+def test_rescaled_speeds_of_the_real_sizes_equal_transformers(cfg):
+    freq = dict(cfg.rope_freq)
+    freq["original_max_position_embeddings"] = freq.pop("original_context_length")
+    config = LlamaConfig(
+        hidden_size=cfg.emb_dim,
+        num_attention_heads=cfg.n_heads,
+        rope_parameters={"rope_type": "llama3", "rope_theta": cfg.rope_base, **freq},
+    )
+    theirs, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    exponents = torch.arange(0, cfg.emb_dim // cfg.n_heads, 2) / (cfg.emb_dim // cfg.n_heads)
+    plain = 1 / cfg.rope_base**exponents
+    assert attention_factor == 1.0
+    assert distance(rescale(plain, cfg.rope_freq) / theirs, torch.ones(())) < 1e-5
+    assert distance(plain / theirs, torch.ones(())) > FAR
 
 
 # --- wrong twins: each differs from transformers where the right part does not ----------

@@ -11,12 +11,16 @@ import time
 
 import pytest
 import torch
+import twins.kv_cache
+import twins.sampling  # noqa: F401
 from torch import nn
-from twins.attention import PLAIN, Attention, NotScaled
+from twins.attention import PLAIN, Attention, Grouped, NotScaled
 from twins.block import Block
 from twins.feed_forward import Matrices
 from twins.norms import Norm, Weighted
 from twins.registry import ACCEPTED, LINES, OWN, REFUSED
+from twins.tokenizers import Small
+from twins.weights import CopiedNotShared, HeadWithoutATensor
 
 from helpers.attention import MultiHeadAttention
 from helpers.checks import (
@@ -26,18 +30,28 @@ from helpers.checks import (
     assert_same,
     check_apply_rope,
     check_causal_attention,
+    check_chat_format,
     check_gelu,
+    check_gqa,
+    check_kv_cache,
     check_layernorm,
     check_llama2_block,
     check_rmsnorm,
     check_rope_params,
     check_silu,
     check_swiglu,
+    check_tied,
+    check_tokenizer,
+    check_weight_table,
     distance,
     exercise,
     seeded,
+    tokenizers,
 )
 from helpers.checks.judging import judge
+from helpers.checks.tokenizers import judge_ids
+from helpers.checks.weights import TINY
+from helpers.weights import Layout, layouts_of_llama
 
 EACH_CHECK = pytest.mark.parametrize("check", OWN, ids=lambda c: c.__name__)
 
@@ -88,9 +102,14 @@ def test_every_hint_is_given_to_some_wrong_twin(monkeypatch):
         offered.update(mistakes())
         judge(what, got, wanted, tolerance, mistakes)
 
+    def spy_on_ids(what, got, wanted, mistakes=dict):
+        offered.update(mistakes())
+        judge_ids(what, got, wanted, mistakes)
+
     for name, module in list(sys.modules.items()):
         if name.startswith("helpers.checks.") and hasattr(module, "judge"):
             monkeypatch.setattr(module, "judge", spy)
+    monkeypatch.setattr(tokenizers, "judge_ids", spy_on_ids)
     for check, own in OWN.items():
         check(own)
     monkeypatch.undo()
@@ -195,6 +214,7 @@ BASES = {
     check_rmsnorm: Weighted,
     check_swiglu: Matrices,
     check_causal_attention: Attention,
+    check_gqa: Grouped,
     check_llama2_block: Block,
 }
 
@@ -206,7 +226,9 @@ def test_an_empty_stub_is_still_open(check, stub, capsys):
     assert capsys.readouterr().out == "still open\n"
 
 
-@pytest.mark.parametrize("check", [*BASES, check_gelu, check_silu], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check", [*BASES, check_gelu, check_silu, check_tied, check_kv_cache], ids=lambda c: c.__name__
+)
 @pytest.mark.parametrize(
     "stub",
     [
@@ -246,6 +268,68 @@ def test_a_block_need_not_be_made_of_the_helpers_parts(capsys):
 def test_two_tables_of_nothing_are_still_open(table, capsys):
     exercise(check_rope_params, lambda **sizes: (table, table))
     assert capsys.readouterr().out == "still open\n"
+
+
+class Halfway(Small):
+    """Encoding is done, decoding is not."""
+
+    def __init__(self, *args):
+        if len(args) == 2:
+            super().__init__(*args)
+
+    def decode(self, ids):
+        pass
+
+    def encode_dialog(self, messages):
+        raise NotImplementedError
+
+
+class NothingBehindTheNames:
+    def __init__(self, *args):
+        pass
+
+    def encode(self, text, bos=False):
+        pass
+
+    def decode(self, ids):
+        pass
+
+    def encode_dialog(self, messages): ...
+
+
+@pytest.mark.parametrize("check", [check_tokenizer, check_chat_format])
+@pytest.mark.parametrize("stub", [NothingBehindTheNames, Halfway], ids=lambda s: s.__name__)
+def test_a_class_of_empty_methods_is_still_open(check, stub, capsys):
+    exercise(check, stub)
+    assert capsys.readouterr().out == "still open\n"
+
+
+@pytest.mark.parametrize("entry", [None, ...], ids=str)
+def test_a_table_with_empty_places_is_still_open(entry, capsys):
+    names = dict(layouts_of_llama["huggingface"].names)
+    for table in ({}, {**names, "tok_emb.weight": entry}, {"meta": entry}):
+        exercise(check_weight_table, table)
+    assert capsys.readouterr().out == "still open\n" * 3
+
+
+def test_a_table_itself_is_judged_like_a_function_that_returns_it(capsys):
+    layout = layouts_of_llama["gguf"]
+    check_weight_table(layout)
+    check_weight_table(layout.names)
+    right = "table of weight names: right, for files of GGUF\n"
+    assert capsys.readouterr().out == 2 * right
+    exercise(check_weight_table, Layout({**layout.names, "out_head.weight": ...}))
+    assert capsys.readouterr().out == "still open\n"
+
+
+def test_a_model_is_judged_as_it_is_and_stays_as_it_was(capsys):
+    tied = HeadWithoutATensor(TINY)
+    before = tied.tok_emb.weight.clone()
+    check_tied(tied)
+    assert capsys.readouterr().out == "head and embedding: one tensor\n"
+    assert torch.equal(tied.tok_emb.weight, before)
+    with pytest.raises(CheckFailed, match="here, head and embedding are two tensors with the same"):
+        check_tied(CopiedNotShared(TINY))
 
 
 class DotsInForward(Weighted):

@@ -19,12 +19,28 @@ from helpers import figures
 from helpers.families import FAMILIES, diff_families
 from helpers.figures import ALT, FIGURES, IMAGES, blocks, main, outdated, svg
 
+RESULT = {  # of a benchmark, its variants near each other and far from each other
+    "bandwidth_bytes_per_second": 20e9,
+    "model": "llama-3.2-1b (random weights)",
+    "dtype": "bfloat16",
+    "machine": {"name": "some processor"},
+    "rows": {
+        f"compiled, cache {i}": {
+            "tokens_per_second": speed,
+            "bytes_per_token": 2.47e9,
+            "share_of_limit": speed / 8.1,
+        }
+        for i, speed in enumerate((0.4, 0.41, 3.9, 4.0, 4.1, 5.2, 7.5))
+    }
+    | {"compiled, flash": {"note": "GPU only"}},
+}
 PAIRS = [*pairwise(FAMILIES), ("GPT-2", "Llama 2"), ("Llama 3.2", "GPT-2")]
 DRAWINGS = {
     **FIGURES,
     "clocks of Llama 3": lambda: figures.clocks(128, 500_000),
     "blocks with the longest labels": lambda: blocks("Llama 3.1", "Llama 3.2"),
     "blocks from new to old": lambda: blocks("Llama 3", "GPT-2"),
+    "roofline": lambda: figures.roofline(RESULT),
 }
 every_image = pytest.mark.parametrize("name", FIGURES)
 
@@ -78,7 +94,9 @@ def test_an_image_has_a_text_that_says_what_it_shows(name):
     assert len(ALT[name]) >= 40 and not re.match("(a |the )?(figure|diagram|image|plot)", ALT[name], re.I)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gate", "rotation", "clocks", "score-against-distance"])
+@pytest.mark.parametrize(
+    "name", ["gate", "rotation", "clocks", "score-against-distance", "tokens-per-character"]
+)
 def test_decimals_and_large_numbers_of_the_alt_text_stand_in_the_figure(name):
     drawn = " ".join(t.get_text() for t in texts(FIGURES[name]()))
     plt.close("all")

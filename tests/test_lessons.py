@@ -26,14 +26,18 @@ PARTS = {
         "apply_rope",
         "permute",
         "unpermute",
+        "rescale",
     ),
-    "attention": ("causal_mask", "MultiHeadAttention"),
-    "skeleton": ("PreNormBlock",),
-}
-LATER = {  # built by notebooks that do not exist yet
-    "06": ("attention.attend_plain", "attention.GroupedQueryAttention"),
-    "07": ("positions.rescale",),
-    "11": ("attention.attend_sdpa",),
+    "attention": (
+        "causal_mask",
+        "MultiHeadAttention",
+        "attend_plain",
+        "GroupedQueryAttention",
+        "attend_sdpa",
+    ),
+    "skeleton": ("PreNormBlock", "padding_mask"),
+    "kv_cache": ("KVCache", "LayerCache"),
+    "generate": ("next_token",),
 }
 
 
@@ -78,11 +82,7 @@ def test_a_tagged_cell_is_the_helper(claim):
 def test_every_part_is_built_by_exactly_one_notebook():
     claimed = [name for _, name, _ in claims()]
     assert len(claimed) == len(set(claimed))
-    built = {p.name[:2] for p in LESSONS}
     wanted = {f"{module}.{name}" for module, names in PARTS.items() for name in names}
-    wanted |= {
-        name for number, names in LATER.items() if number in built - {"11"} for name in names
-    }
     assert set(claimed) == wanted
 
 

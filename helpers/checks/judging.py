@@ -195,14 +195,15 @@ def proof(check):
     return proved
 
 
-def run(thing, *args, hint="", **kwargs):
+def run(thing, *args, hint="", state=None, **kwargs):
     """Call the code that is to be proved: its result, which is not None.
 
     Errors   StillOpen for a stub, which returns nothing, raises NotImplementedError or computes
              with a `...`; CheckFailed with a sentence for any other error, with `hint` where that
-             helps, and for a changed input
+             helps, and for a changed input other than `state`, an argument that is to be changed
     """
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    given = (a for a in (*args, *kwargs.values()) if a is not state)
+    tensors = [a for a in given if isinstance(a, torch.Tensor)]
     before = [t.clone() for t in tensors]
     has_begun = begun(thing)
     try:
@@ -252,11 +253,12 @@ def randomised(module, seed=0):
     return module
 
 
-def weights_of(module, shapes, optional=(), extra=""):
+def weights_of(module, shapes, optional=(), extra="", wrong_shapes=None):
     """The module's parameters, which must be these, in these shapes, and no others.
 
-    shapes   {name with dots: shape}; `optional` ones may be missing
-    extra    a hint for a parameter that is not among them
+    shapes         {name with dots: shape}; `optional` ones may be missing
+    extra          a hint for a parameter that is not among them
+    wrong_shapes   {a shape that is not right: the mistake that leads to it}
     """
     kind, found = type(module).__name__, dict(module.named_parameters(remove_duplicate=False))
     for name, shape in shapes.items():
@@ -268,7 +270,8 @@ def weights_of(module, shapes, optional=(), extra=""):
             raise CheckFailed(f"{kind} needs a parameter {name!r}; it has {names}")
         if name in found and found[name].shape != shape:
             has = tuple(found[name].shape)
-            raise CheckFailed(f"{name} of {kind} has shape {has}, expected {tuple(shape)}")
+            failure = f"{name} of {kind} has shape {has}, expected {tuple(shape)}"
+            raise CheckFailed(in_words(failure, (wrong_shapes or {}).get(has, "")))
     for number, (name, parameter) in enumerate(found.items()):
         if name not in shapes:
             raise CheckFailed(in_words(f"{kind} has a parameter {name!r} too many", extra))
@@ -278,7 +281,7 @@ def weights_of(module, shapes, optional=(), extra=""):
     return found
 
 
-def result_and_weights(module, shapes, *args, optional=(), extra="", hint=""):
+def result_and_weights(module, shapes, *args, optional=(), extra="", wrong_shapes=None, hint=""):
     """What the module makes of `args`, and its parameters as `weights_of` checks them.
 
     A stub is told from its result, before its parameters count; a wrong parameter is named before
@@ -290,9 +293,9 @@ def result_and_weights(module, shapes, *args, optional=(), extra="", hint=""):
         raise
     except CheckFailed:
         if begun(module):
-            weights_of(module, shapes, optional, extra)
+            weights_of(module, shapes, optional, extra, wrong_shapes)
         raise
-    weights = weights_of(module, shapes, optional, extra)
+    weights = weights_of(module, shapes, optional, extra, wrong_shapes)
     again = run(module, *args, hint=hint)
     if isinstance(got, torch.Tensor) and gap(got, again) > 0:
         raise CheckFailed(

@@ -1,4 +1,6 @@
-"""Proofs of the RoPE tables, of the rotation, and of the order of rows."""
+"""Proofs of the RoPE tables and their rescaling, of the rotation, and of the order of rows."""
+
+import math
 
 import torch
 
@@ -50,11 +52,21 @@ def check_rope_params(fn):
     print("RoPE tables: right, in float32, up to position 99,999")
 
 
-def _compare_tables(fn, head_dim, base, length):
-    got = run(fn, head_dim=head_dim, theta_base=base, context_length=length)
+def _two_tables(got):
     if not isinstance(got, tuple | list) or len(got) != 2:
         kind = "complex numbers" if getattr(got, "is_complex", bool)() else "something else"
         raise CheckFailed(f"expected two tables, cos and sin, got {kind}: return cos, sin")
+    return got
+
+
+def _in_float32(name, table):
+    if isinstance(table, torch.Tensor) and table.dtype != torch.float32:
+        dtype = str(table.dtype).removeprefix("torch.")
+        raise CheckFailed(f"the {name} table is {dtype}: it is float32, whatever the model's dtype")
+
+
+def _compare_tables(fn, head_dim, base, length):
+    got = _two_tables(run(fn, head_dim=head_dim, theta_base=base, context_length=length))
     m = torch.arange(length, dtype=torch.float64)
     i = torch.arange(head_dim // 2, dtype=torch.float64)
     angles = angles_of(head_dim, base, m)
@@ -82,11 +94,7 @@ def _compare_tables(fn, head_dim, base, length):
     names = ("cos", torch.cos, torch.sin), ("sin", torch.sin, torch.cos)
     for table, (name, function, other) in zip(got, names, strict=True):
         what, wanted = f"{name} for heads of {head_dim}, base {base:,}", _twice(function(angles))
-        if isinstance(table, torch.Tensor) and table.dtype != torch.float32:
-            dtype = str(table.dtype).removeprefix("torch.")
-            raise CheckFailed(
-                f"the {name} table is {dtype}: it is float32, whatever the model's dtype"
-            )
+        _in_float32(name, table)
         mistakes = {
             "cos and sin are exchanged": _twice(other(angles)),
             "The columns pair up as 0 and 1, 2 and 3 (interleaved); half-split repeats the whole "
@@ -102,6 +110,149 @@ def _compare_tables(fn, head_dim, base, length):
             if distance(table[:4], wanted[:4]) < 1e-2:  # what else goes wrong shows there already
                 mistakes[_DRIFT] = table
         judge(what, table, wanted, 1e-4, mistakes.copy)  # 300 radians in float32 are good to 2e-5
+
+
+_NOTHING = "freq_config is None here: nothing is rescaled (Llama 2, Llama 3.0)"
+
+
+@proof
+def check_rope_rescaling(fn):
+    """compute_rope_params with a freq_config: how fast each pair turns, against float64."""
+    llama31, other = (8.0, 1.0, 4.0, 8192), (5.0, 2.0, 16.0, 1000)
+    for head_dim, base, length, numbers in (
+        (128, 500_000.0, 40, llama31),
+        (64, 500_000.0, 9, (32.0, *llama31[1:])),
+        (64, 10_000.0, 300, other),
+    ):
+        _compare_speeds(fn, head_dim, base, length, numbers)
+    sizes = {"head_dim": 16, "theta_base": 500_000.0, "context_length": 131_072}
+    got = _two_tables(run(fn, **sizes, freq_config=_freq_config(32.0, *llama31[1:])))
+    far = torch.tensor([8191, 8192, 65_536, 131_071])
+    share = _shares(16, 500_000.0, 32.0, *llama31[1:])[0]
+    angles = angles_of(16, 500_000.0, far) * share
+    for table, name, function in zip(got, ("cos", "sin"), (torch.cos, torch.sin), strict=True):
+        same_kind(table, torch.empty(131_072, 16), "There is one row for each position")
+        _in_float32(name, table)
+        rows = table[far]
+        # a float32 angle of 1e5 radians is good to 1e-2; anything coarser is far off
+        what = f"{name} at positions up to 131,071"
+        judge(what, rows, _twice(function(angles)), 2e-2, lambda rows=rows: {_DRIFT: rows})
+    sizes["context_length"] = 40
+    plain = _two_tables(run(fn, **sizes, freq_config=None, hint=_NOTHING))
+    wanted = _twice(angles_of(16, 500_000.0, torch.arange(40)).cos())
+    by_default = _twice((angles_of(16, 500_000.0, torch.arange(40)) * share).cos())
+    judge("cos without a freq_config", plain[0], wanted, 1e-4, lambda: {_NOTHING: by_default})
+    print("RoPE rescaling: right, for factors 8 and 32 and for other bands, up to position 131,071")
+
+
+def _freq_config(*numbers):
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_context_length")
+    return dict(zip(keys, numbers, strict=True))
+
+
+def _turns(head_dim, base, original):
+    """Turns of each pair within the original context."""
+    return original * angles_of(head_dim, base, torch.ones(())) / (2 * math.pi)
+
+
+def _shares(head_dim, base, factor, low, high, original):
+    """What is left of each pair's speed, 1 down to 1 / factor, and how much of the pair is kept."""
+    keep = ((_turns(head_dim, base, original) - low) / (high - low)).clamp(0, 1)
+    return keep + (1 - keep) / factor, keep
+
+
+def _compare_speeds(fn, head_dim, base, length, numbers):
+    config = _freq_config(*numbers)
+    sizes = {"head_dim": head_dim, "theta_base": base, "context_length": length}
+    cos, sin = got = _two_tables(run(fn, **sizes, freq_config=config))
+    if config != _freq_config(*numbers):
+        raise CheckFailed("your code changes freq_config, which belongs to the model's config")
+    for table, name in zip(got, ("cos", "sin"), strict=True):
+        same_kind(table, torch.empty(length, head_dim), "One row a position, each angle twice")
+        _in_float32(name, table)
+    size = torch.hypot(cos, sin)
+    judge(
+        "the length of (cos, sin)",
+        size,
+        torch.ones(length, head_dim).double(),
+        1e-4,
+        lambda: {"cos and sin are scaled too: Llama 3 has no attention factor": 0 * size + size[0]},
+    )
+    unscaled = angles_of(head_dim, base, torch.ones(()))  # of position 1
+    shares = (torch.atan2(sin[1], cos[1]) / _twice(unscaled)).float()  # of the speed before
+    wanted, keep = _shares(head_dim, base, *numbers)
+    factor, low, high, original = numbers
+    turns = _turns(head_dim, base, original)
+
+    def instead(factor=factor, low=low, high=high, original=original):
+        return _shares(head_dim, base, factor, low, high, original)[0]
+
+    def blended(keep):
+        return keep + (1 - keep) / factor
+
+    def seen(share):
+        """The share as one step shows it: a turn by more than half a circle looks like less."""
+        angle = unscaled * share
+        return torch.atan2(angle.sin(), angle.cos()) / unscaled
+
+    def mistakes():
+        pair = torch.arange(head_dim // 2).double()
+        raw = (turns - low) / (high - low)
+        inside = (keep > 0) & (keep < 1)
+        by_wavelength = (1 / low - 1 / turns) / (1 / low - 1 / high)
+        again = ((turns * wanted - low) / (high - low)).clamp(0, 1)
+        wrong = {
+            "Nothing is rescaled: is freq_config used, for a short context_length too, and is a "
+            "wavelength 2 pi / frequency?": torch.ones_like(keep),
+            "All pairs are slowed down, as if positions were divided (position interpolation): the "
+            "fast ones keep their speed": torch.ones_like(keep) / factor,
+            "The wrong end is slowed down: pairs of short wavelength keep their speed, those of "
+            "long wavelength are divided": blended(1 - keep),
+            "The slow pairs turn faster: divide by the factor": keep + (1 - keep) * factor,
+            "There is no blend: a pair between the two bands gets a share of both speeds": [
+                blended((turns > bound).double()) for bound in (low, high, (low + high) / 2)
+            ],
+            "The blend runs the wrong way: the faster a pair turns, the more it keeps": (
+                blended(torch.where(inside, 1 - keep, keep))
+            ),
+            "The blend is of the frequencies, not of the wavelengths": (
+                1 / (keep + (1 - keep) * factor)
+            ),
+            "The blend follows the turns, original_context_length / wavelength, and not the "
+            "wavelength itself": blended(by_wavelength.clamp(0, 1)),
+            "How much is kept is (turns - low) / (high - low)": [
+                blended(torch.where(inside, other, keep))
+                for other in ((turns - low) / high, turns / high, turns / (high - low))
+            ],
+            "What is kept lies between 0 and 1: clamp it": blended(raw),
+            "The factor is a constant: read it from freq_config (8 in Llama 3.1, 32 in 3.2)": [
+                instead(factor=8.0),
+                instead(factor=32.0),
+            ],
+            "low_freq_factor and high_freq_factor are constants: read them from freq_config": (
+                instead(low=1.0, high=4.0)
+            ),
+            "original_context_length is a constant: read it from freq_config": (
+                instead(original=8192)
+            ),
+            "The bands follow the reader's context_length: they belong to original_context_length, "
+            "on which the model was trained": instead(original=length),
+            "A wavelength is 2 pi / frequency: the 2 pi is missing": (
+                instead(original=original * 2 * math.pi)
+            ),
+            "The base is changed instead (NTK): that slows down every pair but the first": [
+                factor ** (-2 * pair / (head_dim - 2)),
+                factor ** (-2 * pair / head_dim),
+            ],
+            "It is rescaled twice": wanted * blended(again),
+        }
+        return {
+            hint: [_twice(seen(result)) for result in (r if isinstance(r, list) else [r])]
+            for hint, r in wrong.items()
+        }
+
+    what = f"the share of its speed that each pair keeps, heads of {head_dim}, factor {factor:g}"
+    judge(what, shares, _twice(wanted), 1e-4, mistakes)
 
 
 def rotate_half_split(x, angles):

@@ -2,14 +2,20 @@
 
 import math
 
+import numpy as np
 import torch
 
-from helpers.checks import check_apply_rope, check_permute, check_rope_params
+from helpers.checks import check_apply_rope, check_permute, check_rope_params, check_rope_rescaling
 from helpers.positions import apply_rope, compute_rope_params, permute, unpermute
 from twins.registry import accepted, proves, refused
 
 proves(
     check_rope_params, compute_rope_params, "RoPE tables: right, in float32, up to position 99,999"
+)
+proves(
+    check_rope_rescaling,
+    compute_rope_params,
+    "RoPE rescaling: right, for factors 8 and 32 and for other bands, up to position 131,071",
 )
 proves(
     check_apply_rope,
@@ -204,6 +210,335 @@ def cos_alone(head_dim, theta_base=10_000, context_length=4096):
 @refused(check_rope_params, "your code stopped with TypeError")
 def other_parameter_names(dim, base, end):
     return book_tables(dim, base, end)
+
+
+# --- rescaling ----------
+
+
+def four(freq_config):
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_context_length")
+    return [freq_config[name] for name in names]
+
+
+def speeds(head_dim, theta_base):
+    return 1.0 / theta_base ** (torch.arange(0, head_dim, 2).float() / head_dim)
+
+
+def tables_at(inv_freq, context_length):
+    angles = torch.outer(torch.arange(context_length).float(), inv_freq.float()).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+@accepted(check_rope_rescaling)
+def rescaled_by_where(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    inv_freq = speeds(head_dim, theta_base)
+    if freq_config:
+        factor, low, high, original = four(freq_config)
+        wavelength = 2 * math.pi / inv_freq
+        smooth = (original / wavelength - low) / (high - low)
+        middle = smooth * inv_freq + (1 - smooth) * inv_freq / factor
+        slow, fast = wavelength > original / low, wavelength < original / high
+        inv_freq = torch.where(slow, inv_freq / factor, torch.where(fast, inv_freq, middle))
+    return tables_at(inv_freq, context_length)
+
+
+@accepted(check_rope_rescaling)
+def rescaled_pair_by_pair(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    new = []
+    for frequency in speeds(head_dim, theta_base).tolist():
+        if freq_config is not None:
+            factor, low, high, original = four(freq_config)
+            turns = original * frequency / (2 * math.pi)
+            if turns < low:
+                frequency /= factor
+            elif turns <= high:
+                keep = (turns - low) / (high - low)
+                frequency *= keep + (1 - keep) / factor
+        new.append(frequency)
+    return tables_at(torch.tensor(new), context_length)
+
+
+@accepted(check_rope_rescaling)
+def rescaled_by_clamp(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    inv_freq = torch.exp(torch.arange(0, head_dim, 2) * (-math.log(theta_base) / head_dim))
+    if freq_config is not None:
+        factor, low, high, original = four(freq_config)
+        share = ((original * inv_freq / math.tau - low) / (high - low)).clamp(min=0, max=1)
+        inv_freq = torch.lerp(inv_freq / factor, inv_freq, share)
+    return tables_at(inv_freq, context_length)
+
+
+@accepted(check_rope_rescaling)
+def rescaled_in_numpy(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    inv_freq = theta_base ** (-np.arange(0, head_dim, 2) / head_dim)
+    if freq_config is not None:
+        factor, low, high, original = four(freq_config)
+        share = np.interp(original * inv_freq / (2 * np.pi), [low, high], [1 / factor, 1])
+        inv_freq = inv_freq * share
+    angles = np.tile(np.outer(np.arange(context_length), inv_freq), 2)
+    return [torch.from_numpy(f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
+
+
+def rescaling(change):
+    """A function with the helper's parameters whose speeds are `change`d in another way."""
+
+    def wrong(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+        inv_freq = speeds(head_dim, theta_base)
+        if freq_config is not None:
+            inv_freq = change(inv_freq, *four(freq_config))
+        return tables_at(inv_freq, context_length)
+
+    wrong.__name__ = change.__name__
+    return wrong
+
+
+def blend(inv_freq, factor, keep):
+    return keep * inv_freq + (1 - keep) * inv_freq / factor
+
+
+def smooth_factor(inv_freq, low, high, original):
+    return (original * inv_freq / (2 * math.pi) - low) / (high - low)
+
+
+def of_llama(inv_freq, factor, low, high, original):
+    return blend(inv_freq, factor, smooth_factor(inv_freq, low, high, original).clamp(0, 1))
+
+
+def not_rescaled(inv_freq, factor, low, high, original):
+    return inv_freq
+
+
+def position_interpolation(inv_freq, factor, low, high, original):
+    return inv_freq / factor
+
+
+def high_frequencies_divided(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, factor, high, low, original)
+
+
+def wavelengths_compared_the_wrong_way(inv_freq, factor, low, high, original):
+    wavelength, keep = 2 * math.pi / inv_freq, smooth_factor(inv_freq, low, high, original)
+    inside = (wavelength <= original / low) & (wavelength >= original / high)
+    outside = torch.where(wavelength < original / high, inv_freq / factor, inv_freq)
+    return torch.where(inside, blend(inv_freq, factor, 1 - keep), outside)
+
+
+def multiplied(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, 1 / factor, low, high, original)
+
+
+def threshold_at_the_slow_end(inv_freq, factor, low, high, original):
+    return torch.where(2 * math.pi / inv_freq > original / low, inv_freq / factor, inv_freq)
+
+
+def threshold_at_the_fast_end(inv_freq, factor, low, high, original):
+    return torch.where(2 * math.pi / inv_freq < original / high, inv_freq, inv_freq / factor)
+
+
+def low_and_high_exchanged(inv_freq, factor, low, high, original):
+    wavelength = 2 * math.pi / inv_freq
+    new = torch.where(wavelength > original / high, inv_freq / factor, inv_freq)
+    keep = smooth_factor(inv_freq, low, high, original)
+    inside = (wavelength >= original / low) & (wavelength <= original / high)  # is empty
+    return torch.where(inside, blend(inv_freq, factor, keep), new)
+
+
+def blend_reversed(inv_freq, factor, low, high, original):
+    keep = smooth_factor(inv_freq, low, high, original)
+    keep = torch.where((keep > 0) & (keep < 1), 1 - keep, keep.clamp(0, 1))
+    return blend(inv_freq, factor, keep)
+
+
+def blend_of_wavelengths(inv_freq, factor, low, high, original):
+    wavelength = 2 * math.pi / inv_freq
+    keep = smooth_factor(inv_freq, low, high, original).clamp(0, 1)
+    return 2 * math.pi / (keep * wavelength + (1 - keep) * factor * wavelength)
+
+
+def blend_along_the_wavelength(inv_freq, factor, low, high, original):
+    wavelength = 2 * math.pi / inv_freq
+    keep = (original / low - wavelength) / (original / low - original / high)
+    return blend(inv_freq, factor, keep.clamp(0, 1))
+
+
+def blend_over_high(inv_freq, factor, low, high, original):
+    turns = original * inv_freq / (2 * math.pi)
+    keep = torch.where(turns < high, (turns - low) / high, 1)
+    return blend(inv_freq, factor, torch.where(turns < low, 0, keep))
+
+
+def blend_from_zero(inv_freq, factor, low, high, original):
+    turns = original * inv_freq / (2 * math.pi)
+    keep = torch.where(turns < high, turns / high, 1)
+    return blend(inv_freq, factor, torch.where(turns < low, 0, keep))
+
+
+def not_clamped(inv_freq, factor, low, high, original):
+    return blend(inv_freq, factor, smooth_factor(inv_freq, low, high, original))
+
+
+def factor_of_metas_code(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, 8, low, high, original)
+
+
+def factor_of_llama_32(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, 32, low, high, original)
+
+
+def bands_of_llama(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, factor, 1, 4, original)
+
+
+def original_of_llama(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, factor, low, high, 8192)
+
+
+def without_two_pi(inv_freq, factor, low, high, original):
+    return of_llama(inv_freq, factor, low, high, original * 2 * math.pi)
+
+
+def wavelength_upside_down(inv_freq, factor, low, high, original):
+    wavelength = 2 * math.pi * inv_freq
+    keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return blend(inv_freq, factor, keep)
+
+
+def rescaled_twice(inv_freq, factor, low, high, original):
+    once = of_llama(inv_freq, factor, low, high, original)
+    return of_llama(once, factor, low, high, original)
+
+
+for change, hint in {
+    not_rescaled: "Nothing is rescaled: is freq_config used",
+    position_interpolation: "as if positions were divided (position interpolation)",
+    high_frequencies_divided: "The wrong end is slowed down",
+    wavelengths_compared_the_wrong_way: "The wrong end is slowed down",
+    multiplied: "The slow pairs turn faster: divide by the factor",
+    threshold_at_the_slow_end: "There is no blend",
+    threshold_at_the_fast_end: "There is no blend",
+    low_and_high_exchanged: "There is no blend",
+    blend_reversed: "The blend runs the wrong way",
+    blend_of_wavelengths: "The blend is of the frequencies",
+    blend_along_the_wavelength: "The blend follows the turns",
+    blend_over_high: "How much is kept is (turns - low) / (high - low)",
+    blend_from_zero: "How much is kept is (turns - low) / (high - low)",
+    not_clamped: "What is kept lies between 0 and 1: clamp it",
+    factor_of_metas_code: "The factor is a constant",
+    factor_of_llama_32: "The factor is a constant",
+    bands_of_llama: "low_freq_factor and high_freq_factor are constants",
+    original_of_llama: "original_context_length is a constant",
+    without_two_pi: "the 2 pi is missing",
+    wavelength_upside_down: "and is a wavelength 2 pi / frequency?",
+    rescaled_twice: "It is rescaled twice",
+}.items():
+    refused(check_rope_rescaling, hint)(rescaling(change))
+
+
+@refused(check_rope_rescaling, "as if positions were divided (position interpolation)")
+def positions_divided(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    positions = torch.arange(context_length) / (freq_config or {"factor": 1})["factor"]
+    angles = torch.outer(positions, speeds(head_dim, theta_base)).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+@refused(check_rope_rescaling, "The bands follow the reader's context_length")
+def bands_of_the_reader(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    if freq_config is not None:
+        freq_config = {**freq_config, "original_context_length": context_length}
+    return rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+
+
+@refused(
+    check_rope_rescaling, "Nothing is rescaled: is freq_config used, for a short context_length too"
+)
+def only_when_longer(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    if freq_config and context_length <= freq_config["original_context_length"]:
+        freq_config = None
+    return rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+
+
+@refused(check_rope_rescaling, "The base is changed instead (NTK)")
+def base_by_ntk(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    if freq_config is not None:
+        theta_base *= freq_config["factor"] ** (head_dim / (head_dim - 2))
+    return tables_at(speeds(head_dim, theta_base), context_length)
+
+
+@refused(check_rope_rescaling, "The base is changed instead (NTK)")
+def base_times_factor(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    if freq_config is not None:
+        theta_base *= freq_config["factor"]
+    return tables_at(speeds(head_dim, theta_base), context_length)
+
+
+@refused(check_rope_rescaling, "Llama 3 has no attention factor")
+def attention_factor_of_yarn(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    cos, sin = rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+    scale = 0.1 * math.log(freq_config["factor"]) + 1 if freq_config else 1
+    return cos * scale, sin * scale
+
+
+@refused(check_rope_rescaling, "freq_config is None here: nothing is rescaled")
+def needs_a_freq_config(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    inv_freq = of_llama(speeds(head_dim, theta_base), *four(freq_config))
+    return tables_at(inv_freq, context_length)
+
+
+@refused(check_rope_rescaling, "freq_config is None here: nothing is rescaled")
+def rescaled_by_default(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_context_length")
+    freq_config = freq_config or dict(zip(names, (32.0, 1.0, 4.0, 8192), strict=True))
+    return rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+
+
+@refused(check_rope_rescaling, "your code changes freq_config")
+def pops_its_config(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    inv_freq = speeds(head_dim, theta_base)
+    if freq_config:
+        factor = freq_config.pop("factor")
+        inv_freq = of_llama(inv_freq, factor, *list(freq_config.values()))
+    return tables_at(inv_freq, context_length)
+
+
+@refused(check_rope_rescaling, "the sin table is bfloat16: it is float32")
+def sin_in_bfloat16(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    cos, sin = rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+    return cos, sin.to(torch.bfloat16)
+
+
+@refused(check_rope_rescaling, "float32, never bfloat16 or float16")
+def positions_in_bfloat16(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    positions = torch.arange(context_length).to(torch.bfloat16).float()
+    inv_freq = speeds(head_dim, theta_base)
+    if freq_config is not None:
+        inv_freq = of_llama(inv_freq, *four(freq_config))
+    angles = torch.outer(positions, inv_freq).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+@refused(check_rope_rescaling, "There is one row for each position")
+def rows_of_the_original_context(
+    head_dim, theta_base=10_000, context_length=4096, freq_config=None
+):
+    rows = min(context_length, freq_config["original_context_length"]) if freq_config else 4096
+    return rescaled_by_where(head_dim, theta_base, rows, freq_config)
+
+
+@refused(check_rope_rescaling, "One row a position, each angle twice")
+def columns_once(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    cos, sin = rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+    return cos[:, : head_dim // 2], sin[:, : head_dim // 2]
+
+
+@refused(check_rope_rescaling, "expected two tables, cos and sin, got complex numbers")
+def freqs_cis_rescaled(head_dim, theta_base=10_000, context_length=4096, freq_config=None):
+    cos, sin = rescaled_by_where(head_dim, theta_base, context_length, freq_config)
+    return torch.complex(cos, sin)
+
+
+@refused(check_rope_rescaling, "your code stopped with TypeError")
+def without_freq_config(head_dim, theta_base=10_000, context_length=4096):
+    return tables_at(speeds(head_dim, theta_base), context_length)
 
 
 # --- rotating ----------

@@ -15,7 +15,6 @@ from helpers.checkpoints import (
     PACKAGE_BYTES,
     PACKAGE_MODEL,
     Known,
-    cache_folder,
     free_memory,
     memory_needed,
     open_folder,
@@ -30,6 +29,7 @@ from helpers.checkpoints import (
 from helpers.families import format_table
 from helpers.hub import blob_name, cached, download, hash_like
 from helpers.model_config import read_gguf
+from helpers.packages import cache_folder
 from helpers.readers import GGUFReader, safetensors_header
 from helpers.weights import plan_loading
 
